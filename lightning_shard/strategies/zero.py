@@ -1,22 +1,77 @@
-"""ZeRO on the DeepSpeed engine (first sketch, being replaced)."""
-import os, sys
+"""ZeRO stages 1, 2 and 3 on the DeepSpeed engine, for CPU and CUDA."""
+
+import argparse
+import os
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.strategies.ddp import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_shard import _compat
 from lightning_shard.config import ActivationCheckpointing, Offload, ZeroPlusPlus
+from lightning_shard.materialize import has_meta_tensors, materialize
+from lightning_shard.zero import ops, state
+from lightning_shard.zero.arguments import check_arguments, check_device
+from lightning_shard.zero.engine_checkpoints import EngineCheckpoints
+from lightning_shard.zero.engine_config import TrainerFacts, ZeROOptions, build_engine_config
+from lightning_shard.zero.guards import RequiresGradWatch, check_parameters
+from lightning_shard.zero.nvme import NVMeStates, uses_nvme
+from lightning_shard.zero.setup_optimizer import configure_optimizer
+from lightning_shard.zero.sizing import count_elements, sizes_for
 
 
 class ZeROStrategy(DeepSpeedStrategy):
+    """Partitions model states over the ranks: optimizer states (stage 1), gradients (2), parameters (3).
+
+    Every rank computes every layer, on its own part of the batch. The engine is DeepSpeed's; the Trainer owns
+    accumulation, precision and clipping, and hands them to it. Source: ZeRO (Rajbhandari et al. 2020).
+
+    Args:
+        stage: What is partitioned: 1 the optimizer states, 2 the gradients too, 3 the parameters too.
+        offload: Which model states live on CPU or NVMe instead of the training device.
+        zero_plus_plus: Less traffic between nodes by quantisation and secondary partitions. Stage 3, CUDA only.
+        bucket_elements: Elements that are reduced, and at stages 1 and 2 gathered, in one collective. Default: sized to
+            the model.
+        overlap_comm: Reduce gradients while backward goes on. Default: on CUDA at stages 2 and 3.
+        contiguous_gradients: Copy gradients to one buffer as they appear, against fragmentation. Default: true.
+        prefetch_elements: Stage 3: parameters gathered ahead of their use. Default: sized to the model.
+        persistence_elements: Stage 3: parameters up to this size stay whole on every rank. Default: sized to the model.
+        reshard_after_forward: Stage 3: release gathered parameters after forward and gather them again for backward
+            (3Ψ payload elements a step) or keep them (2Ψ, but all parameters are then whole at once). Default: true.
+        activation_checkpointing: Where ``deepspeed.checkpointing.checkpoint`` keeps activations.
+        config: Any other DeepSpeed setting, as a mapping or the path of a JSON file, merged on top. A key that says
+            otherwise than an argument or the Trainer is an error. ``"auto"`` values come from the Trainer. Its
+            ``optimizer`` and ``scheduler`` sections serve a module without ``configure_optimizers``.
+        load_full_weights: Load ``ckpt_path`` as one file of plain weights also for training; optimizer states then
+            start afresh.
+        exclude_frozen_parameters: Leave frozen parameters out of checkpoints.
+        accelerator: The accelerator; the Trainer sets it.
+        parallel_devices: The devices of this machine; the Trainer sets them.
+        cluster_environment: How ranks find each other; the Trainer sets it.
+        precision_plugin: The precision plugin; the Trainer sets it.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ... Default: the one for the device.
+        timeout: How long a collective may take.
+
+    Raises:
+        MisconfigurationException: If arguments contradict each other, or the config file does not exist.
+
+    """
+
     strategy_name = "zero"
 
     def __init__(
@@ -26,52 +81,302 @@ class ZeROStrategy(DeepSpeedStrategy):
         zero_plus_plus: ZeroPlusPlus | None = None,
         bucket_elements: int | None = None,
         overlap_comm: bool | None = None,
-        contiguous_gradients: bool = True,
+        contiguous_gradients: bool | None = None,
         prefetch_elements: int | None = None,
         persistence_elements: int | None = None,
+        reshard_after_forward: bool | None = None,
         activation_checkpointing: ActivationCheckpointing | None = None,
         config: dict[str, Any] | str | Path | None = None,
+        load_full_weights: bool = False,
+        exclude_frozen_parameters: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(seconds=1800),
+        timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__(accelerator=accelerator, stage=stage, offload_optimizer=bool(offload and offload.optimizer),
-            offload_parameters=bool(offload and offload.parameters), parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment, precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend, timeout=timeout)
-        self.config["zero_force_ds_cpu_optimizer"] = False
-        self.config["zero_optimization"]["reduce_bucket_size"] = int(1e6)
+        options = ZeROOptions(
+            stage=stage,
+            offload=offload,
+            zero_plus_plus=zero_plus_plus,
+            bucket_elements=bucket_elements,
+            overlap_comm=overlap_comm,
+            contiguous_gradients=contiguous_gradients,
+            prefetch_elements=prefetch_elements,
+            persistence_elements=persistence_elements,
+            reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
+        )
+        check_arguments(options)
+        with _compat.quiet_engine_import():
+            super().__init__(
+                accelerator=accelerator,
+                stage=stage,
+                config={},
+                parallel_devices=parallel_devices,
+                cluster_environment=cluster_environment,
+                load_full_weights=load_full_weights,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+                precision_plugin=precision_plugin,
+                process_group_backend=process_group_backend,
+                timeout=timeout,
+            )
+        self._options = options
+        self._user_config: dict[str, Any] = self._load_config(config) or {}
+        # Lightning's guards ask for the stage before the Trainer is there to complete the configuration.
+        self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+        self._watch: RequiresGradWatch | None = None
 
-    def setup_environment(self):
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return self._options.stage
+
+    # --- processes and devices ---
+
+    @override
+    def setup_environment(self) -> None:
+        # Lightning's own refuses every accelerator but CUDA here.
+        check_device(self._options, self.root_device)
         super(DeepSpeedStrategy, self).setup_environment()
 
-    def setup_distributed(self):
-        import deepspeed
-        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    @override
+    def setup_distributed(self) -> None:
+        assert self.parallel_devices is not None
+        if self.root_device.type == "cuda":
+            _compat.validate_device_index_selection(self.parallel_devices)
+        _compat.set_engine_device(self.root_device)
+        reset_seed()
+        self.set_world_ranks()
+        # The engine's CPU accelerator counts this machine's ranks by this variable.
         os.environ.setdefault("LOCAL_SIZE", str(self.num_processes))
-        reset_seed(); self.set_world_ranks(); self._init_deepspeed_distributed()
+        with _compat.without_shm_op():
+            self._init_deepspeed_distributed()
 
-    def _setup_model_and_optimizer(self, model, optimizer, lr_scheduler=None):
-        with self._no_rank():
-            return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-
-    def _initialize_deepspeed_inference(self, model):
-        with self._no_rank():
-            return super()._initialize_deepspeed_inference(model)
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """The Trainer counts: it knows where an epoch ends."""
+        return False
 
     @contextmanager
-    def _no_rank(self):
-        import deepspeed
-        orig = deepspeed.initialize
-        deepspeed.initialize = lambda args=None, **k: orig(args=None, **k)
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate: the backward inside is not the last one before the optimizer step."""
+        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         try:
             yield
         finally:
-            deepspeed.initialize = orig
+            self.deepspeed_engine.set_gradient_accumulation_boundary(True)
+
+    # --- the module ---
+
+    @override
+    def _init_config_if_needed(self) -> None:
+        assert self.lightning_module is not None
+        elements = count_elements(self.lightning_module.parameters())
+        self.config = build_engine_config(
+            self._options, self._trainer_facts(), sizes_for(elements), self._user_config
+        )
+        _compat.format_precision_config(
+            config=self.config,
+            precision=self.precision_plugin.precision,
+            loss_scale=self.loss_scale,
+            loss_scale_window=self.loss_scale_window,
+            min_loss_scale=self.min_loss_scale,
+            initial_scale_power=self.initial_scale_power,
+            hysteresis=self.hysteresis,
+        )
+
+    def _trainer_facts(self) -> TrainerFacts:
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        batch_keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
+        # Asking for the loader runs the user's hook once more, so only when there is something to compare.
+        batch_size = _compat.train_batch_size_per_rank(trainer) if any(k in self._user_config for k in batch_keys) else None
+        scheduler = self._user_config.get("scheduler", {}).get("params", {})
+        return TrainerFacts(
+            world_size=self.world_size,
+            precision=str(self.precision_plugin.precision),
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            gradient_clip_val=trainer.gradient_clip_val,
+            batch_size=batch_size,
+            automatic_optimization=module.automatic_optimization,
+            device_type=self.root_device.type,
+            total_steps=int(trainer.estimated_stepping_batches) if "auto" in scheduler.values() else None,
+        )
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.lightning_module is not None
+        check_parameters(self.lightning_module, str(self.precision_plugin.precision))
+        if has_meta_tensors(self.lightning_module):
+            materialize(self.lightning_module, self.root_device, self._partition if self.zero_stage_3 else None)
+        super().setup(trainer)
+        self._broadcast_buffers()
+
+    def _partition(self, submodule: nn.Module) -> None:
+        """Partition one submodule's own parameters, from rank 0's values, so that the next can be made."""
+        import deepspeed
+
+        self._init_config_if_needed()
+        if any(not hasattr(parameter, "ds_id") for parameter in submodule.parameters(recurse=False)):
+            deepspeed.zero.Init(module=submodule, config_dict_or_path=self.config)
+
+    def _broadcast_buffers(self) -> None:
+        """Rank 0's buffers everywhere: the engine takes care of parameters only."""
+        assert self.lightning_module is not None
+        for buffer in self.lightning_module.buffers():
+            if buffer.numel():
+                torch.distributed.broadcast(buffer.data, 0)
+
+    @override
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        assert isinstance(model, pl.LightningModule)
+        chosen = configure_optimizer(model, self.config, self._options.offload, self.root_device, self._ensure_op)
+        self._setup_model_and_optimizer(model, chosen.optimizer)
+        _compat.put_back_optimizer(self.deepspeed_engine.optimizer, chosen.optimizer)
+        self._set_deepspeed_activation_checkpointing()
+        self.optimizers = [self.deepspeed_engine.optimizer]
+        self.lr_scheduler_configs = chosen.schedulers
+        self._watch = RequiresGradWatch(model)
+
+    @override
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Optimizer]:
+        config = {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}
+        self.model = self._initialize_engine(model, config, optimizer)
+        return self.model, self.model.optimizer
+
+    @override
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        keys = ("train_micro_batch_size_per_gpu", "fp16", "bf16")
+        config = {key: self.config[key] for key in keys if key in self.config}
+        if self.zero_stage_3:
+            zero = dict(self.config["zero_optimization"])
+            zero.pop("offload_optimizer", None)
+            config["zero_optimization"] = zero
+        self.model = self._initialize_engine(model, config, None)
+
+    def _initialize_engine(self, model: nn.Module, config: dict[str, Any], optimizer: Optimizer | None) -> Any:
+        import deepspeed
+
+        if uses_nvme(config):
+            self._ensure_op("async_io")
+        on_cuda = self.root_device.type == "cuda"
+        engine, *_ = deepspeed.initialize(
+            # A device rank of None, as a CPU device has it, would be compared with 0.
+            args=argparse.Namespace(device_rank=self.root_device.index) if on_cuda else None,
+            config=config,
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad] if optimizer is not None else [],
+            optimizer=optimizer,
+            dist_init_required=False,
+        )
+        return engine
+
+    def _ensure_op(self, op: ops.Op) -> None:
+        ops.ensure_op(op, self.local_rank)
+
+    # --- training ---
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self._watch is not None
+        self._watch.check()
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Any, model: "pl.LightningModule | nn.Module | None" = None, **kwargs: Any
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if "fp16" not in self.config and _compat.skipped_step(self.deepspeed_engine.optimizer):
+            rank_zero_warn(
+                f"A gradient was infinite or not a number at global step {self._global_step()}: the engine left this"
+                " optimizer step out. Weights are unchanged; look for the cause if it happens again."
+            )
+        return output
+
+    def _global_step(self) -> int:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.global_step
+
+    # --- full tensors by name ---
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """All parameters and persistent buffers, whole, in fp32 where the engine trains them. Collective.
+
+        Returns:
+            Plain name to CPU tensor, on every rank. Needs host memory for the whole model on each.
+
+        """
+        module, optimizer = self.module_and_optimizer()
+        return state.full_state_dict(module, optimizer)
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's state by parameter name, whole. Collective.
+
+        Returns:
+            Parameter name to state name to CPU tensor in the parameter's shape (scalars as they are), on every rank.
+
+        """
+        module, optimizer = self.module_and_optimizer()
+        if optimizer is None:
+            raise RuntimeError("There is no optimizer state outside `fit`.")
+        return state.full_optimizer_state(module, optimizer)
+
+    def module_and_optimizer(self) -> tuple["pl.LightningModule", Any]:
+        """The module inside the engine, and the engine's optimizer (``None`` outside ``fit``)."""
+        module = self.lightning_module
+        if module is None or self.model is None or self.model is module:
+            raise RuntimeError("The engine is not set up: call this while the Trainer runs, for example in a callback.")
+        trained = module.trainer.state.fn == TrainerFn.FITTING
+        return module, self.deepspeed_engine.optimizer if trained else None
+
+    # --- checkpoints ---
+
+    def nvme_states(self) -> NVMeStates:
+        """The optimizer states that live on NVMe; inactive without such an offload."""
+        _, optimizer = self.module_and_optimizer()
+        return NVMeStates(optimizer, self.global_rank)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        EngineCheckpoints(self).save(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return EngineCheckpoints(self).load(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # The engine has loaded its own format already; a plain file brings its weights along.
+        if "state_dict" in checkpoint:
+            module, optimizer = self.module_and_optimizer()
+            state.load_full_state_dict(module, optimizer, checkpoint["state_dict"], strict)
+
+    # --- the end ---
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self.world_size > 1:
+            exception.add_note(f"(raised on rank {self.global_rank} of {self.world_size})")
+
+    @override
+    def teardown(self) -> None:
+        engine = self.model if self.model is not self.lightning_module else None
+        super().teardown()
+        if engine is not None and self.lightning_module is not None:
+            engine.destroy()
+            _compat.remove_engine_hooks(self.lightning_module)
+            _compat.restore_linear()
+        self._watch = None
 
     @classmethod
-    def register_strategies(cls, strategy_registry):
-        pass
+    @override
+    def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
+        """Nothing: `lightning_shard.registry` holds the names."""

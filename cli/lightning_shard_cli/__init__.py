@@ -1,0 +1,1 @@
+"""The ``lightning-shard`` command. Thin: what it does lives in ``lightning_shard``."""

@@ -1,0 +1,1 @@
+"""Examples, one idea a file; the tests run every one of them."""

@@ -1,0 +1,268 @@
+"""The only room that touches private API of torch, Lightning or DeepSpeed. Each use says why it is needed.
+
+When one of these libraries moves something, this is the file to mend.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import _StrategyRegistry
+
+# Lightning's checks that its DeepSpeedStrategy runs; the CPU path replaces the methods that call them.
+from lightning.fabric.strategies.deepspeed import (
+    _format_precision_config,
+    _validate_checkpoint_directory,
+    _validate_device_index_selection,
+)
+
+# The Trainer's own reading of `configure_optimizers`, with all its forms and warnings: there is no public name for it.
+from lightning.pytorch.core.optimizer import (
+    LightningOptimizer,
+    _init_optimizers_and_lr_schedulers,
+    _MockOptimizer,
+)
+from torch import nn
+
+StrategyRegistryType = _StrategyRegistry
+format_precision_config = _format_precision_config
+init_optimizers_and_lr_schedulers = _init_optimizers_and_lr_schedulers
+validate_checkpoint_directory = _validate_checkpoint_directory
+validate_device_index_selection = _validate_device_index_selection
+
+__all__ = [
+    "LightningOptimizer",
+    "StrategyRegistryType",
+    "format_precision_config",
+    "init_optimizers_and_lr_schedulers",
+    "validate_checkpoint_directory",
+    "validate_device_index_selection",
+]
+
+
+# --- Lightning ---
+
+
+def is_mock_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether Lightning stands in for a ``configure_optimizers`` that returned nothing."""
+    return isinstance(optimizer, _MockOptimizer)
+
+
+def train_batch_size_per_rank(trainer: Any) -> int | None:
+    """Rows per rank and batch of the train loader, or ``None`` when the loader does not say.
+
+    The loop's data source is private, but it is the only way to the loader before the loop starts.
+    """
+    source = trainer.fit_loop._data_source
+    if not source.is_defined():
+        return None
+    batch_size = getattr(getattr(source.dataloader(), "batch_sampler", None), "batch_size", None)
+    return batch_size if isinstance(batch_size, int) else None
+
+
+# --- DeepSpeed: process-wide state ---
+
+
+class _UntestedOptimizerFilter(logging.Filter):
+    """Drops the engine's 'untested optimizer' line: `zero.optimizers` has tested it before the engine sees it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "with an untested optimizer" not in record.getMessage()
+
+
+@contextmanager
+def quiet_engine_import() -> Iterator[None]:
+    """Import deepspeed without its device guess.
+
+    Without a GPU the import would warn that none was found; naming the CPU through the environment avoids that. The
+    variable is taken back, because child processes may have another device.
+    """
+    name_cpu = "deepspeed" not in sys.modules and "DS_ACCELERATOR" not in os.environ and not torch.cuda.is_available()
+    if name_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        yield
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator()
+    finally:
+        if name_cpu:
+            os.environ.pop("DS_ACCELERATOR", None)
+    logger = logging.getLogger("DeepSpeed")
+    if not any(isinstance(entry, _UntestedOptimizerFilter) for entry in logger.filters):
+        logger.addFilter(_UntestedOptimizerFilter())
+
+
+def set_engine_device(device: torch.device) -> None:
+    """Make DeepSpeed's process-wide accelerator the one of this run, whatever it guessed when it was imported."""
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    if device.type == "cpu" and get_accelerator().device_name() != "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())
+    elif device.type == "cuda" and not get_accelerator().device_name().startswith("cuda"):
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+        set_accelerator(CUDA_Accelerator())
+    # These calls live in the engine and can only be silenced from outside; the renaming in torch changes no behaviour.
+    warnings.filterwarnings(
+        "ignore",
+        message=r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
+        category=FutureWarning,
+    )
+
+
+@contextmanager
+def without_shm_op() -> Iterator[None]:
+    """Initialise ``deepspeed.comm`` without its shared-memory op.
+
+    ``init_distributed`` compiles that op (a minute when cold) although only inference collectives use it. The module
+    must come from ``sys.modules``: inside ``deepspeed.comm`` the attribute ``torch`` is the real torch.
+    """
+    import deepspeed.comm  # noqa: F401
+
+    module = sys.modules["deepspeed.comm.torch"]
+    build = module.build_shm_op  # type: ignore[attr-defined]
+    module.build_shm_op = lambda: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.build_shm_op = build  # type: ignore[attr-defined]
+
+
+def restore_linear() -> None:
+    """Undo stage 3's replacement of ``torch.nn.functional.linear``, which would outlive the run."""
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+    original = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if original is not None:
+        torch.nn.functional.linear = original
+
+
+_HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+)
+
+
+def remove_engine_hooks(module: nn.Module) -> None:
+    """Take the engine's hooks off ``module`` and leave the user's.
+
+    The engine does not remove all of its hooks when it is destroyed, and a second engine on the same module (a
+    validation after a fit) would run them twice. Lightning drops *every* hook instead, the user's own included. torch
+    offers no public list of a module's hooks.
+    """
+    for submodule in module.modules():
+        for table in _HOOK_TABLES:
+            hooks = getattr(submodule, table, None)
+            if not hooks:
+                continue
+            for key, hook in list(hooks.items()):
+                owner = getattr(getattr(hook, "hook", hook), "__module__", None) or ""
+                if owner.startswith("deepspeed."):
+                    del hooks[key]
+
+
+# --- DeepSpeed: the engine's partitions ---
+
+
+def engine_can_leave_accumulation_to_caller() -> bool:
+    """Whether this DeepSpeed has ``managed_gradient_accumulation=false`` (older ones ignore the key silently)."""
+    from deepspeed import DeepSpeedEngine
+
+    return hasattr(DeepSpeedEngine, "managed_gradient_accumulation")
+
+
+def partition_groups(zero_optimizer: Any) -> list[list[nn.Parameter]]:
+    """The optimized parameters, a list for each flat partition. Attribute names differ between the stages."""
+    groups = getattr(zero_optimizer, "fp16_groups", None)
+    return groups if groups is not None else zero_optimizer.bit16_groups
+
+
+def flat_partitions(zero_optimizer: Any) -> list[torch.Tensor]:
+    """This rank's flat fp32 slice of each partition group: what the inner optimizer updates."""
+    flat = getattr(zero_optimizer, "fp32_partitioned_groups_flat", None)
+    return flat if flat is not None else zero_optimizer.single_partition_of_fp32_groups
+
+
+def inner_optimizer(zero_optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that updates the flat partitions."""
+    return zero_optimizer.optimizer
+
+
+def put_back_optimizer(zero_optimizer: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Undo the engine's replacement of Adagrad, which would drop every group's own settings.
+
+    The engine rebuilds Adagrad from its defaults, in one group, so that its accumulators have the partitions' shapes.
+    The user's own object must stay: schedulers steer it, and its groups carry their learning rates.
+    """
+    rebuilt = zero_optimizer.optimizer
+    if rebuilt is optimizer:
+        return
+    optimizer.state.clear()
+    for flat, state in rebuilt.state.items():
+        optimizer.state[flat] = state
+    group_of_partition = getattr(zero_optimizer, "sub_group_to_group_id", None)
+    for index, flat in enumerate(flat_partitions(zero_optimizer)):
+        group = optimizer.param_groups[index if group_of_partition is None else group_of_partition[index]]
+        optimizer.state[flat]["sum"].fill_(group["initial_accumulator_value"])
+    zero_optimizer.optimizer = optimizer
+
+
+def link_optimizer_states(zero_optimizer: Any) -> None:
+    """Stages 1 and 2 map optimizer states to parameters at their first step; loaded states need it earlier."""
+    link = getattr(zero_optimizer, "_lazy_init_hp_params_optimizer_state", None)
+    if link is not None:
+        link()
+
+
+def skipped_step(zero_optimizer: Any) -> bool:
+    """Whether the engine left its last step out because a gradient was infinite or not a number."""
+    return bool(getattr(zero_optimizer, "overflow", False))
+
+
+def gradients_are_clipped_to(engine: Any) -> float:
+    """The engine's gradient clipping norm; 0 for none."""
+    return float(engine.gradient_clipping())
+
+
+# --- C++ ops ---
+
+
+def op_build_directory(name: str) -> str:
+    """Where torch compiles the op ``name``; torch has no public name for the folder that holds its lock file."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return _get_build_directory(name, False)
+
+
+def load_op(name: str) -> None:
+    """Load DeepSpeed's op ``name``, compiling it when it is not cached.
+
+    Raises:
+        RuntimeError: If it cannot be built.
+
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().create_op_builder(_OP_BUILDERS[name]).load(verbose=False)
+
+
+def op_is_loaded(name: str) -> bool:
+    """Whether this process has the op already."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    return name in OpBuilder._loaded_ops
+
+
+_OP_BUILDERS = {"async_io": "AsyncIOBuilder", "cpu_adam": "CPUAdamBuilder"}

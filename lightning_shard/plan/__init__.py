@@ -1,0 +1,1 @@
+"""What a choice of strategy costs, before the run."""

@@ -1,0 +1,60 @@
+"""Do the strategy's arguments fit together, and to the device?"""
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_shard.zero.engine_config import ZeROOptions
+
+_STAGE3_ONLY = ("zero_plus_plus", "prefetch_elements", "persistence_elements", "reshard_after_forward")
+_AT_LEAST = {"bucket_elements": 2, "prefetch_elements": 0, "persistence_elements": 0}
+
+
+def check_arguments(options: ZeROOptions) -> None:
+    """Refuse arguments that contradict each other.
+
+    Raises:
+        MisconfigurationException: Naming the arguments and their values.
+
+    """
+    if options.stage not in (1, 2, 3):
+        raise MisconfigurationException(f"ZeROStrategy(stage={options.stage!r}): choose 1, 2 or 3.")
+    for name, least in _AT_LEAST.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise MisconfigurationException(f"ZeROStrategy({name}={value}): at least {least} elements.")
+    if options.stage == 3:
+        return
+    for name in _STAGE3_ONLY:
+        value = getattr(options, name)
+        if value is not None:
+            raise MisconfigurationException(
+                f"ZeROStrategy({name}={value!r}) belongs to stage 3, where parameters are partitioned, but"
+                f" stage={options.stage}. Leave it out, or set stage=3."
+            )
+    offload = options.offload
+    if offload is not None and (offload.parameters is not None or offload.optimizer == "nvme" or offload.ratio < 1.0):
+        raise MisconfigurationException(
+            f"{offload} needs stage 3, but stage={options.stage}: stages 1 and 2 keep parameters whole on the device"
+            " and can only move the whole optimizer to the CPU. Set stage=3, or Offload(optimizer='cpu')."
+        )
+
+
+def check_device(options: ZeROOptions, device: torch.device) -> None:
+    """Refuse what the device cannot do.
+
+    Raises:
+        MisconfigurationException: Naming the option and the device.
+
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise MisconfigurationException(f"ZeROStrategy runs on CPU and CUDA devices, not on {device.type!r}.")
+    if options.zero_plus_plus is not None and device.type != "cuda":
+        raise MisconfigurationException(
+            f"{options.zero_plus_plus} needs CUDA (its quantisation kernels and secondary partitions live on GPUs), but"
+            f" the device is {device.type!r}. Pass zero_plus_plus=None there."
+        )
+    if options.offload is not None and options.offload.ratio < 1.0 and device.type != "cuda":
+        raise MisconfigurationException(
+            f"Offload(ratio={options.offload.ratio}) splits the optimizer between CPU and GPU, but the device is"
+            f" {device.type!r}. Set ratio=1.0 there."
+        )

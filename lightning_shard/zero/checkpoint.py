@@ -1,0 +1,164 @@
+"""Checkpoints in the engine's own format: whole or absent, and refused in plain words where they cannot be loaded.
+
+A checkpoint is a folder: the engine's files under ``checkpoint/``, one or more for each rank, and ``lightning_shard.json``
+that says who wrote it.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+TAG = "checkpoint"
+_FACTS_FILE = "lightning_shard.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenBy:
+    """Who wrote a checkpoint."""
+
+    stage: int
+    """The ZeRO stage."""
+
+    world_size: int
+    """The number of ranks."""
+
+    precision: str
+    """The Trainer's precision."""
+
+    nvme_optimizer: bool
+    """Whether the optimizer states lived on NVMe: they are then in files of ours, one for each rank."""
+
+
+def save_whole_or_absent(
+    path: Path, written_by: WrittenBy, is_global_zero: bool, write: Callable[[Path], None]
+) -> None:
+    """Write a checkpoint under a temporary name and move it to ``path`` when every rank has finished. Collective.
+
+    A checkpoint that stands at ``path`` already is kept until the new one is whole.
+
+    Args:
+        path: The checkpoint's folder.
+        written_by: Facts to store beside the engine's files.
+        is_global_zero: Whether this is rank 0, which does the moving.
+        write: Writes this rank's part below the folder that it is given.
+
+    Raises:
+        RuntimeError: On every rank, if writing failed on any; the temporary folder is removed.
+
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    if is_global_zero:
+        _remove(partial)
+        partial.mkdir(parents=True)
+    _barrier()
+    failure: str | None = None
+    try:
+        write(partial)
+    except Exception as error:
+        # The other ranks may wait inside the engine's own barriers, so this rank cannot ask them first.
+        error.add_note(f"The checkpoint {path} was not written; what stands there is the old one, or nothing.")
+        raise
+    if is_global_zero:
+        (partial / _FACTS_FILE).write_text(json.dumps(asdict(written_by), indent=1))
+        try:
+            _replace(partial, path)
+        except OSError as error:
+            failure = f"{type(error).__name__}: {error}"
+            shutil.rmtree(partial, ignore_errors=True)
+    for rank, reason in enumerate(_everyones(failure)):
+        if reason is not None:
+            raise RuntimeError(f"The checkpoint {path} was not written: rank {rank} failed with {reason}")
+
+
+def _replace(partial: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.old")
+    _remove(old)
+    if path.exists():
+        path.rename(old)
+    partial.rename(path)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def check_loadable(path: Path, stage: int, world_size: int, needs_optimizer: bool) -> None:
+    """Refuse a checkpoint that the engine would fail on, or load wrongly, before it touches anything.
+
+    Args:
+        path: The checkpoint's folder.
+        stage: The ZeRO stage of this run.
+        world_size: The number of ranks of this run.
+        needs_optimizer: Whether training goes on, so that optimizer states must fit too.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint at ``path``.
+        MisconfigurationException: If another stage or number of ranks wrote it.
+
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"There is no checkpoint at {path}.")
+    written = written_by(path)
+    if not (needs_optimizer or 3 in (stage, written.stage)):
+        return
+    if (written.stage == 3) != (stage == 3) or (needs_optimizer and written.stage != stage):
+        raise MisconfigurationException(
+            f"{path} was written by ZeRO stage {written.stage} and cannot be loaded at stage {stage}. Use stage"
+            f" {written.stage}, or consolidate it to one file of plain weights:"
+            f" lightning_shard.consolidate_checkpoint({str(path)!r}, 'weights.ckpt')."
+        )
+    if written.world_size != world_size:
+        raise MisconfigurationException(
+            f"{path} was written by {written.world_size} ranks and cannot be loaded on {world_size}: the engine's format"
+            f" holds one partition for each rank. Use {written.world_size} ranks, or consolidate it to one file of plain"
+            f" weights: lightning_shard.consolidate_checkpoint({str(path)!r}, 'weights.ckpt')."
+        )
+
+
+def written_by(path: Path) -> WrittenBy:
+    """Who wrote the checkpoint at ``path``; read off the engine's file names where our own file is not there.
+
+    Raises:
+        FileNotFoundError: If ``path`` is no checkpoint folder of the engine, or not a whole one; the message says which
+            folder to name when ``path`` lies inside one.
+
+    """
+    if (path / TAG).is_dir():
+        facts = path / _FACTS_FILE
+        if facts.is_file():
+            return WrittenBy(**json.loads(facts.read_text()))
+        files = sorted((path / TAG).glob("*_optim_states.pt"))
+        if not files:
+            raise FileNotFoundError(f"{path} holds no optimizer states of the DeepSpeed engine: it is not whole.")
+        stage3 = any((path / TAG).glob("zero_pp_rank_*_model_states.pt"))
+        return WrittenBy(stage=3 if stage3 else 2, world_size=len(files), precision="", nvme_optimizer=False)
+    for parent in path.parents[:2]:
+        if (parent / TAG).is_dir():
+            raise FileNotFoundError(f"{path} lies inside the checkpoint {parent}. Give that folder's path instead.")
+    raise FileNotFoundError(
+        f"{path} is no checkpoint of a ZeRO run: a folder with the engine's files under '{TAG}/' was expected"
+        f" ({'it is empty' if path.is_dir() and not any(path.iterdir()) else 'it is something else'})."
+    )
+
+
+def _barrier() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def _everyones(reason: str | None) -> list[str | None]:
+    if not torch.distributed.is_initialized():
+        return [reason]
+    reasons: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reasons, reason)
+    return reasons

@@ -1,0 +1,145 @@
+"""Lightning's save and load, in the engine's own format; weights alone go to one plain Lightning file."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_shard.zero import checkpoint as format
+from lightning_shard.zero import state
+
+if TYPE_CHECKING:
+    from lightning_shard.strategies.zero import ZeROStrategy
+
+
+class EngineCheckpoints:
+    """Saves and loads for one strategy. Every method is collective."""
+
+    def __init__(self, strategy: "ZeROStrategy") -> None:
+        self._strategy = strategy
+        module = strategy.lightning_module
+        assert module is not None
+        self._module = module
+
+    def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Write ``checkpoint`` to ``filepath``: a folder in the engine's format, or a file when it holds no optimizer.
+
+        Raises:
+            TypeError: If ``storage_options`` is given, which the engine's format does not know.
+
+        """
+        strategy = self._strategy
+        if storage_options is not None:
+            raise TypeError(
+                f"`Trainer.save_checkpoint(..., storage_options=...)` is not supported by {type(strategy).__name__}:"
+                " the engine writes to plain file systems."
+            )
+        if self._cannot_gather_ranks():
+            return
+        path = Path(strategy.broadcast(filepath))
+        if "optimizer_states" not in checkpoint:
+            self._save_weights(checkpoint, path)
+            return
+        self._warn_of_edits(checkpoint)
+        client_state = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+
+        def write(folder: Path) -> None:
+            strategy.deepspeed_engine.save_checkpoint(
+                str(folder),
+                tag=format.TAG,
+                client_state=client_state,
+                exclude_frozen_parameters=strategy.exclude_frozen_parameters,
+            )
+            strategy.nvme_states().save(folder / format.TAG)
+
+        format.save_whole_or_absent(path, self._facts(), strategy.is_global_zero, write)
+
+    def load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """Load the engine's folder, or weights from a plain file.
+
+        Returns:
+            Lightning's part of the checkpoint.
+
+        Raises:
+            FileNotFoundError: If there is no checkpoint.
+            MisconfigurationException: If it was written by another stage or world size, or a file is given to go on
+                training from, without ``load_full_weights=True``.
+
+        """
+        strategy = self._strategy
+        path = Path(strategy.broadcast(checkpoint_path))
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        if path.is_file():
+            return self._load_file(path, fitting, weights_only)
+        format.check_loadable(path, strategy.stage, strategy.world_size, needs_optimizer=fitting)
+        _, client_state = strategy.deepspeed_engine.load_checkpoint(
+            str(path),
+            tag=format.TAG,
+            load_optimizer_states=fitting,
+            load_lr_scheduler_states=False,
+            load_module_strict=self._module.strict_loading,
+        )
+        if client_state is None:
+            raise MisconfigurationException(f"The DeepSpeed engine could not load the checkpoint {path}.")
+        if fitting:
+            strategy.nvme_states().load(path / format.TAG)
+        loaded: dict[str, Any] = client_state
+        return loaded
+
+    def _load_file(self, path: Path, fitting: bool, weights_only: bool | None) -> dict[str, Any]:
+        strategy = self._strategy
+        if fitting and not strategy.load_full_weights:
+            raise MisconfigurationException(
+                f"{path} is one file of plain weights, without optimizer states of a ZeRO run. To train on from it with"
+                " a fresh optimizer, say so: ZeROStrategy(load_full_weights=True). To go on with the optimizer's states,"
+                " give the folder that a ZeRO run saved."
+            )
+        if fitting:
+            rank_zero_warn(f"{path} holds no optimizer states of a ZeRO run: the optimizer starts afresh.")
+        return strategy.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only)
+
+    def _save_weights(self, checkpoint: dict[str, Any], path: Path) -> None:
+        strategy = self._strategy
+        module, optimizer = strategy.module_and_optimizer()
+        full = state.full_state_dict(module, optimizer, keep=strategy.is_global_zero)
+        if strategy.is_global_zero:
+            edited = checkpoint["state_dict"]
+            frozen = {n for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+            dropped = frozen if strategy.exclude_frozen_parameters else set()
+            weights = {name: full.get(name, value) for name, value in edited.items() if name not in dropped}
+            strategy.checkpoint_io.save_checkpoint({**checkpoint, "state_dict": weights}, str(path))
+        strategy.barrier()
+
+    def _warn_of_edits(self, checkpoint: dict[str, Any]) -> None:
+        own, edited = self._module.state_dict().keys(), checkpoint.get("state_dict", {}).keys()
+        changed = sorted(own ^ edited)
+        if changed:
+            rank_zero_warn(
+                "on_save_checkpoint added or dropped entries of the state dict"
+                f" ({', '.join(changed)}). The engine's format stores the module as it is, so these changes are not"
+                " saved; save_weights_only=True and consolidated files honour them."
+            )
+
+    def _cannot_gather_ranks(self) -> bool:
+        """Whether this rank saves because it fails, so that the others will not come to a collective save."""
+        error = sys.exc_info()[1]
+        if error is None or isinstance(error, SIGTERMException) or self._strategy.world_size == 1:
+            return False
+        rank_zero_info(
+            f"Not saving a checkpoint after {type(error).__name__}: every rank writes its own part, and the others may be"
+            " waiting in another collective."
+        )
+        return True
+
+    def _facts(self) -> format.WrittenBy:
+        strategy = self._strategy
+        return format.WrittenBy(
+            stage=strategy.stage,
+            world_size=strategy.world_size,
+            precision=str(strategy.precision_plugin.precision),
+            nvme_optimizer=strategy.nvme_states().active,
+        )

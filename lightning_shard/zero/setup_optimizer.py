@@ -1,0 +1,132 @@
+"""The one optimizer that the engine gets, and the schedulers that the Trainer steps."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+
+from lightning_shard import _compat
+from lightning_shard.config import Offload
+from lightning_shard.zero import optimizers
+from lightning_shard.zero.guards import check_optimizer_parameters
+from lightning_shard.zero.ops import Op
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What the engine trains with."""
+
+    optimizer: Optimizer
+    """The optimizer for the flat partitions."""
+
+    schedulers: list[LRSchedulerConfig]
+    """The learning-rate schedulers, bound to ``optimizer``'s groups."""
+
+
+def configure_optimizer(
+    module: "pl.LightningModule",
+    config: Mapping[str, Any],
+    offload: Offload | None,
+    device: torch.device,
+    ensure_op: Callable[[Op], None],
+) -> Chosen:
+    """Read the module's (or the config's) optimizer, refuse what cannot be partitioned, and choose for offload.
+
+    Args:
+        module: The user's module.
+        config: The engine's configuration, with ``optimizer`` and ``scheduler`` sections where the user gave them.
+        offload: The strategy's offload argument.
+        device: The training device.
+        ensure_op: Compiles an op where it is needed. Collective.
+
+    Raises:
+        MisconfigurationException: If there is no optimizer, more than one, or one that flat partitions would break.
+
+    """
+    optimizer, schedulers = _read(module, config)
+    check_optimizer_parameters(module, optimizer)
+    optimizers.check_elementwise(optimizer, device)
+    optimizers.check_no_early_state(optimizer)
+    chosen = _for_offload(optimizer, config, offload, device, ensure_op)
+    for scheduler in schedulers:
+        # The groups are shared, so a scheduler steers both; `optimizer` is what it reports.
+        if getattr(scheduler.scheduler, "optimizer", None) is optimizer:
+            scheduler.scheduler.optimizer = chosen
+    return Chosen(optimizer=chosen, schedulers=schedulers)
+
+
+def _read(module: "pl.LightningModule", config: Mapping[str, Any]) -> tuple[Optimizer, list[LRSchedulerConfig]]:
+    name = type(module).__name__
+    sections = [section for section in ("optimizer", "scheduler") if section in config]
+    if not is_overridden("configure_optimizers", module, pl.LightningModule):
+        if "optimizer" not in config:
+            raise MisconfigurationException(
+                f"{name} has no `configure_optimizers` and the DeepSpeed config has no `optimizer` section: ZeRO has"
+                " nothing to train with. Add one of them."
+            )
+        optimizer = optimizers.from_config_section(config["optimizer"], module)
+        return optimizer, _scheduler_from_section(config.get("scheduler"), optimizer)
+    if sections:
+        raise MisconfigurationException(
+            f"The DeepSpeed config has the section(s) {', '.join(sections)}, but {name} overrides"
+            " `configure_optimizers`. Take one of them out."
+        )
+    found, schedulers = _compat.init_optimizers_and_lr_schedulers(module)
+    if len(found) > 1:
+        raise MisconfigurationException(
+            f"{name}.configure_optimizers returns {len(found)} optimizers"
+            f" ({', '.join(type(entry).__name__ for entry in found)}), but ZeRO's engine partitions for one optimizer."
+            " Use a strategy that keeps parameters apart (strategy='fsdp2', or Lightning's 'ddp'), or merge them into"
+            " one optimizer with parameter groups."
+        )
+    if _compat.is_mock_optimizer(found[0]):
+        raise MisconfigurationException(
+            f"{name}.configure_optimizers returns no optimizer: ZeRO has nothing to partition. Return one, or use"
+            " another strategy."
+        )
+    return found[0], schedulers
+
+
+def _scheduler_from_section(section: Mapping[str, Any] | None, optimizer: Optimizer) -> list[LRSchedulerConfig]:
+    """DeepSpeed's or torch's scheduler of that name, stepped by the Trainer after every optimizer step."""
+    if not section:
+        return []
+    from deepspeed.runtime import lr_schedules
+
+    name, params = str(section.get("type")), dict(section.get("params") or {})
+    kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
+    if not isinstance(kind, type):
+        raise MisconfigurationException(
+            f"The DeepSpeed config's scheduler.type={name!r} is neither one of DeepSpeed's schedulers"
+            f" ({', '.join(lr_schedules.VALID_LR_SCHEDULES)}) nor one of torch.optim.lr_scheduler."
+        )
+    try:
+        scheduler = kind(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        raise MisconfigurationException(
+            f"The DeepSpeed config's scheduler section does not fit {name}: {error}"
+        ) from error
+    return [LRSchedulerConfig(scheduler, interval="step")]
+
+
+def _for_offload(
+    optimizer: Optimizer,
+    config: Mapping[str, Any],
+    offload: Offload | None,
+    device: torch.device,
+    ensure_op: Callable[[Op], None],
+) -> Optimizer:
+    target = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+    if target in (None, "none"):
+        return optimizer
+    wanted = offload.cpu_adam if offload is not None else None
+    cpu_adam = device.type == "cuda" if wanted is None else wanted
+    if cpu_adam and optimizers.cpu_adam_fits(optimizer):
+        ensure_op("cpu_adam")
+    return optimizers.choose_for_offload(optimizer, cpu_adam)

@@ -1,0 +1,366 @@
+"""The command: help pages, one line for every mistake, and Lightning's subcommands on several ranks."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from inspect import cleandoc
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_shard_cli.errors import nearest
+from lightning_shard_cli.main import SUBCOMMANDS, main
+
+from lightning_shard import ActivationCheckpointing, Offload, ZeroPlusPlus, __version__
+from lightning_shard.registry import NAMES
+from lightning_shard.testing import run_distributed
+
+ROOT = Path(__file__).parents[2]
+BORING = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
+ZERO = "--trainer.strategy=ZeROStrategy"
+
+
+class RefusedAtSetup(Callback):
+    """Stands for whatever finds, before the first step, that the settings cannot work."""
+
+    def setup(self, trainer, pl_module, stage):
+        raise MisconfigurationException("this and that\n  do not go together")
+
+
+class FailsInStep(BoringModel):
+    """Has a bug that raises the very kinds of error that are refusals before the first step."""
+
+    def __init__(self, misconfigured: bool = False):
+        super().__init__()
+        self.misconfigured = misconfigured
+
+    def training_step(self, batch, batch_idx):
+        raise MisconfigurationException("bug") if self.misconfigured else ValueError("bug")
+
+
+class FailsToBuild(BoringModel):
+    """Has a bug in its constructor, or rejects a value there."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        if width % 4:
+            raise ValueError(f"width={width} is not a multiple of 4")
+        len(width)
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "LIGHTNING_SHARD_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def mistake(capsys):
+    """Runs ``fit`` with a mistake in it; returns the one line that it is told in."""
+
+    def run(*arguments: str, model: str = BORING) -> str:
+        capsys.readouterr()
+        assert main(["fit", *([model] if model else []), *arguments]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        # What Lightning logs on the way (the seed) is not ours; nothing else may stand beside the line.
+        lines = [line for line in err.splitlines() if "seed set to" not in line.lower()]
+        assert len(lines) == 1, err
+        return lines[0].removeprefix("lightning-shard: error: ")
+
+    return run
+
+
+def command(*arguments: str, rank: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m lightning_shard_cli`` as another process."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "cli")]), "LOCAL_RANK": str(rank)}
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_shard_cli", *arguments], env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+class TestHelp:
+    @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+    def test_short_page(self, arguments, capsys):
+        assert main(arguments) == 0
+        page = capsys.readouterr().out
+        assert len(page.splitlines()) < 25
+        assert all(f"  {name}" in page and row.summary in page for name, row in SUBCOMMANDS.items())
+
+    def test_short_page_imports_nothing_heavy(self):
+        code = "import sys; from lightning_shard_cli.main import main; main([]); print('torch' in sys.modules)"
+        env = os.environ | {"PYTHONPATH": str(ROOT / "cli")}
+        out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60).stdout
+        assert out.splitlines()[-1] == "False"
+
+    def test_version(self, capsys):
+        assert main(["--version"]) == 0
+        assert capsys.readouterr().out == f"lightning-shard {__version__}\n"
+
+    @pytest.mark.parametrize("name", SUBCOMMANDS)
+    def test_each_subcommand_has_its_page(self, name, capsys):
+        assert main([name, "--help"]) == 0
+        page = capsys.readouterr().out
+        assert page.startswith(f"usage: lightning-shard [options] {name} ")
+        assert "--trainer.strategy" in page
+
+    def test_strategies_are_listed(self, capsys):
+        assert main(["fit", "--trainer.strategy.help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        for name, row in NAMES.items():
+            assert any(line.split()[:1] == [name] and line.endswith(row.description) for line in lines), name
+        assert "  --trainer.strategy.help=ZeROStrategy" in lines
+
+    @pytest.mark.parametrize(
+        ("key", "options"),
+        [
+            ("offload", Offload),
+            ("zero_plus_plus", ZeroPlusPlus),
+            ("activation_checkpointing", ActivationCheckpointing),
+        ],
+    )
+    def test_strategy_shows_every_option_of_its_option_classes(self, key, options, capsys):
+        assert main(["fit", "--trainer.strategy.help=ZeROStrategy"]) == 0
+        page = squeezed(capsys.readouterr().out)
+        documented = field_docstrings(options)
+        for field in fields(options):
+            assert f"--trainer.strategy.{key}.{field.name}" in page
+            assert squeezed(documented[field.name]) in page, field.name
+
+    def test_strategy_explains_every_option_of_its_own(self, capsys):
+        assert main(["fit", "--trainer.strategy.help=ZeROStrategy"]) == 0
+        page = capsys.readouterr().out.partition("<class")[2] or capsys.readouterr().out
+        for name in ("stage", "offload", "bucket_elements", "overlap_comm", "prefetch_elements", "config"):
+            text = squeezed(page.partition(f"--trainer.strategy.{name} ")[2])
+            # An option without a docstring shows its type at once.
+            assert not text.partition(" ")[2].startswith("(type:"), name
+
+
+def squeezed(text: str) -> str:
+    """``text`` without blanks and hyphens: a help page breaks lines at both."""
+    return "".join(text.split()).replace("-", "").replace("``", "")
+
+
+def field_docstrings(options: type) -> dict[str, str]:
+    """The strings under a dataclass's fields, read from its source."""
+    import ast
+    import inspect
+
+    body = ast.parse(cleandoc(inspect.getsource(options))).body[0].body
+    return {
+        field.target.id: text.value.value
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+class TestPrintConfig:
+    def test_feeds_back(self, capsys, tmp_path):
+        settings = [BORING, ZERO, "--trainer.strategy.stage=2", "--trainer.strategy.offload.optimizer=cpu"]
+        assert main(["fit", *settings, "--trainer.devices=2", "--print_config"]) == 0
+        first = capsys.readouterr().out
+        strategy = yaml.safe_load(first)["trainer"]["strategy"]
+        assert strategy["class_path"] == "lightning_shard.ZeROStrategy"
+        assert strategy["init_args"]["stage"] == 2
+        assert {field.name for field in fields(Offload)} == strategy["init_args"]["offload"].keys()
+
+        file = tmp_path / "a folder" / "my config.yaml"
+        file.parent.mkdir()
+        file.write_text(first)
+        assert main(["fit", f"--config={file}", "--print_config"]) == 0
+        assert yaml.safe_load(capsys.readouterr().out) == yaml.safe_load(first)
+
+    def test_command_line_wins_over_file(self, capsys, tmp_path):
+        (tmp_path / "my.yaml").write_text("trainer:\n  max_steps: 3\n  devices: 4\n")
+        assert main(["fit", BORING, "--config=my.yaml", "--trainer.max_steps=7", "--print_config"]) == 0
+        trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+        assert (trainer["max_steps"], trainer["devices"]) == (7, 4)
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("arguments", "line"),
+        [
+            (
+                ["--trainer.strategy=zero3_ofload"],
+                "--trainer.strategy: no strategy 'zero3_ofload'; did you mean 'zero3_offload'?",
+            ),
+            (
+                ["--trainer.strategy=ZeROStrateg"],
+                "--trainer.strategy: no strategy 'ZeROStrateg'; did you mean 'ZeROStrategy'?",
+            ),
+            (
+                ["--trainer.strategy=qqq"],
+                "--trainer.strategy: no strategy 'qqq'; --trainer.strategy.help lists the names",
+            ),
+            ([ZERO, "--trainer.strategy.stage=4"], "--trainer.strategy.stage: expected 1, 2 or 3, got '4'"),
+            (
+                [ZERO, "--trainer.strategy.offload.optimizer=nvm"],
+                "--trainer.strategy.offload.optimizer: expected cpu, nvme or null, got 'nvm'; did you mean 'nvme'?",
+            ),
+            (
+                [ZERO, "--trainer.strategy.bucket_elements=many"],
+                "--trainer.strategy.bucket_elements: expected a value of type int or null, got 'many'",
+            ),
+            (["--trainer.max_steps=abc"], "--trainer.max_steps: expected a value of type int, got 'abc'"),
+            (
+                [ZERO, "--trainer.strategy.init_args.stge=3"],
+                "--trainer.strategy: ZeROStrategy has no option 'stge'; did you mean 'stage'?",
+            ),
+            (
+                [ZERO, "--trainer.strategy.offload.ratoi=0.5"],
+                "--trainer.strategy.offload: Offload has no option 'ratoi'; did you mean 'ratio'?",
+            ),
+            (["--trainer.max_stps=3"], "no option --trainer.max_stps; did you mean '--trainer.max_steps'?"),
+            (["stray"], "'stray' belongs to no option"),
+            (["--trainer.callbacks=EarlyStoping"], "no class 'EarlyStoping'; did you mean 'EarlyStopping'?"),
+            (["--trainer.callbacks=EarlyStopping"], "--trainer.callbacks: EarlyStopping needs monitor"),
+            (["--data=no_such_module.Data"], "--data: no module 'no_such_module'"),
+            (["--config=no_such_file.yaml"], "no_such_file.yaml"),
+            (["--ckpt_path=no_such.ckpt"], "--ckpt_path: no checkpoint at 'no_such.ckpt'"),
+            (["--trainer.devices=some"], "`devices` selected with `CPUAccelerator` should be an int > 0."),
+            (["--trainer.gradient_clip_algorithm=nrom"], "`gradient_clip_algorithm` nrom is invalid"),
+        ],
+    )
+    def test_on_the_command_line(self, mistake, arguments, line):
+        assert line in mistake("--trainer.accelerator=cpu", *arguments)
+
+    @pytest.mark.parametrize(
+        ("text", "line"),
+        [
+            ("trainer:\n  max_stps: 3\n", "no option --trainer.max_stps; did you mean '--trainer.max_steps'?"),
+            ("trainr:\n  max_steps: 3\n", "no option --trainr.max_steps; did you mean '--trainer.max_steps'?"),
+            ("trainer:\n  strategy: zero_3\n", "no strategy 'zero_3'; did you mean 'zero3'?"),
+            (
+                "trainer:\n  strategy:\n    class_path: lightning_shard.ZeroStrategy\n",
+                "no class 'ZeroStrategy' in module 'lightning_shard'; did you mean 'ZeROStrategy'?",
+            ),
+            (
+                "trainer:\n  strategy:\n    class_path: lightning_shard.ZeROStrategy\n    init_args: {stge: 3}\n",
+                "--trainer.strategy: ZeROStrategy has no option 'stge'; did you mean 'stage'?",
+            ),
+            ("trainer:\n  callbacks: [3\n", "my config.yaml, line 3, column 1: not valid YAML:"),
+        ],
+    )
+    def test_in_a_file(self, mistake, tmp_path, text, line):
+        (tmp_path / "my config.yaml").write_text(text)
+        assert line in mistake("--config", "my config.yaml")
+
+    def test_misspelt_model(self, mistake):
+        assert mistake(model="--model=BoringModle") == "--model: no class 'BoringModle'; did you mean 'BoringModel'?"
+
+    def test_no_model(self, mistake):
+        assert mistake(model="").startswith("missing: --model")
+
+    def test_misspelt_subcommand(self, capsys):
+        assert main(["fitt"]) == 2
+        assert capsys.readouterr().err == "lightning-shard: error: no subcommand 'fitt'; did you mean 'fit'?\n"
+
+    def test_refusal_by_an_option_class_is_carried_through(self, mistake):
+        with pytest.raises(ValueError) as refusal:
+            Offload(ratio=3)
+        said = mistake("--trainer.accelerator=cpu", ZERO, "--trainer.strategy.offload.ratio=3")
+        assert said == str(refusal.value).replace("ratio=3)", "ratio=3.0)")
+
+    def test_refusal_by_a_constructor(self, mistake):
+        assert mistake("--model.width=6", model=f"--model={__name__}.FailsToBuild") == "width=6 is not a multiple of 4"
+
+    def test_refusal_before_the_first_step(self, mistake):
+        said = mistake("--trainer.accelerator=cpu", "--trainer.logger=false", f"--trainer.callbacks={__name__}.RefusedAtSetup")
+        assert said.endswith("this and that do not go together")
+
+    def test_traceback_on_request(self, monkeypatch):
+        monkeypatch.setenv("LIGHTNING_SHARD_TRACEBACK", "1")
+        with pytest.raises(Exception, match="did you mean 'zero3'"):
+            main(["fit", BORING, "--trainer.strategy=zero33"])
+
+    def test_exit_code_and_line_of_the_process(self):
+        done = command("fit", BORING, "--trainer.strategy=zero3_ofload")
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert done.stderr.splitlines() == [
+            "lightning-shard: error: --trainer.strategy: no strategy 'zero3_ofload'; did you mean 'zero3_offload'?"
+        ]
+
+
+class TestCrashes:
+    """What goes wrong in the user's own code keeps its traceback."""
+
+    @pytest.mark.parametrize(("flag", "kind"), [("false", ValueError), ("true", MisconfigurationException)])
+    def test_in_a_step(self, flag, kind):
+        with pytest.raises(kind, match="bug"):
+            main(
+                ["fit", f"--model={__name__}.FailsInStep", f"--model.misconfigured={flag}"]
+                + ["--trainer.accelerator=cpu", "--trainer.fast_dev_run=1"]
+            )
+
+    def test_in_a_constructor(self):
+        with pytest.raises(ValueError) as crash:
+            main(["fit", f"--model={__name__}.FailsToBuild", "--trainer.accelerator=cpu"])
+        assert isinstance(crash.value.__cause__, TypeError)
+
+
+class TestRanks:
+    def test_other_ranks_leave_the_word_to_rank_0(self, tmp_path):
+        # The parent starts a rank 1 that fails, as it does itself, and leaves without waiting for it.
+        code = (
+            "import os, subprocess, sys\n"
+            "command = [sys.executable, '-m', 'lightning_shard_cli', 'fitt']\n"
+            "subprocess.Popen(command, env=os.environ | {'LOCAL_RANK': '1'})\n"
+            "import time; time.sleep(1)\n"
+        )
+        env = os.environ | {"PYTHONPATH": str(ROOT / "cli")}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+        assert done.stderr == ""
+
+    def test_a_rank_that_fails_alone_speaks(self):
+        done = command("fitt", rank=1)
+        assert done.returncode == 2
+        assert done.stderr == "lightning-shard: error: rank 1: no subcommand 'fitt'; did you mean 'fit'?\n"
+
+    @pytest.mark.ranks
+    @pytest.mark.parametrize("name", SUBCOMMANDS)
+    def test_subcommand_runs_on_two_ranks(self, name, tmp_path):
+        arguments = [name, BORING, "--trainer.strategy=zero2", "--trainer.accelerator=cpu", "--trainer.devices=2"]
+        arguments += [f"--trainer.callbacks={__name__}.Witness", "--trainer.fast_dev_run=2"]
+
+        def run() -> int:
+            return main(arguments)
+
+        assert run_distributed(run, 2) == [0, 0]
+        steps = {"fit": "train"}.get(name, name)
+        assert sorted(path.name for path in tmp_path.glob("*.seen")) == [f"{steps}-0.seen", f"{steps}-1.seen"]
+
+
+class Witness(Callback):
+    """Leaves a file for each kind of step that a rank has made twice."""
+
+    def _end(self, trainer: Trainer, kind: str, index: int) -> None:
+        if index == 1:
+            assert trainer.world_size == 2
+            Path(f"{kind}-{trainer.global_rank}.seen").touch()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self._end(trainer, "train", batch_idx)
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        if trainer.state.fn == "validate":
+            self._end(trainer, "validate", batch_idx)
+
+    def on_test_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        self._end(trainer, "test", batch_idx)
+
+    def on_predict_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        self._end(trainer, "predict", batch_idx)
+
+
+def test_nearest():
+    assert nearest("FIT", SUBCOMMANDS) == "; did you mean 'fit'?"
+    assert nearest("max_stps", ["trainer", "max_steps"], prefix="--") == "; did you mean '--max_steps'?"
+    assert nearest("zzz", ["fit", "test"]) == ""
+    assert nearest("zzz", ["fit", "test"], among="choose from") == "; choose from fit, test"

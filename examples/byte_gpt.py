@@ -98,7 +98,15 @@ class ByteGPT(pl.LightningModule):
         Returns:
             Logits, ``[batch, time, 256]``.
 
+        Raises:
+            ValueError: If the text is longer than the context.
+
         """
+        if tokens.shape[1] > self.context:
+            raise ValueError(
+                f"A text of {tokens.shape[1]} bytes is longer than the model's context={self.context}: give the model"
+                " and the data the same context."
+            )
         places = torch.arange(tokens.shape[1], device=tokens.device)
         logits: Tensor = self.head(self.norm(self.blocks(self.embedding(tokens) + self.position(places))))
         return logits
@@ -154,7 +162,7 @@ class Windows(Dataset[Tensor]):
         self.text, self.context = text, context
 
     def __len__(self) -> int:
-        return (len(self.text) - 1) // self.context
+        return max(0, len(self.text) - 1) // self.context
 
     def __getitem__(self, index: int) -> Tensor:
         start = index * self.context

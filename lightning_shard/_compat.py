@@ -27,7 +27,9 @@ from lightning.pytorch.core.optimizer import (
     _init_optimizers_and_lr_schedulers,
     _MockOptimizer,
 )
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 StrategyRegistryType = _StrategyRegistry
 format_precision_config = _format_precision_config
@@ -136,6 +138,30 @@ def without_shm_op() -> Iterator[None]:
         module.build_shm_op = build  # type: ignore[attr-defined]
 
 
+class _BytesOfScalars(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.view and args[1:] == (torch.uint8,):
+            tensor = args[0]
+            if tensor.dim() == 0:
+                return tensor.reshape(1).view(torch.uint8)
+            if not tensor.is_contiguous():
+                raise MisconfigurationException(
+                    f"A parameter of shape {tuple(tensor.shape)} that is built in configure_model is not contiguous,"
+                    " and the DeepSpeed engine cannot send it to the other ranks. Make it contiguous:"
+                    " nn.Parameter(tensor.contiguous())."
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def scalars_as_bytes() -> TorchFunctionMode:
+    """Let the engine broadcast 0-dimensional parameters.
+
+    It sends every parameter as ``parameter.data.view(torch.uint8)``, which torch refuses for 0 dimensions; the same
+    memory seen as one element can be sent.
+    """
+    return _BytesOfScalars()
+
+
 def restore_linear() -> None:
     """Undo stage 3's replacement of ``torch.nn.functional.linear``, which would outlive the run."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
@@ -200,30 +226,108 @@ def inner_optimizer(zero_optimizer: Any) -> torch.optim.Optimizer:
     return zero_optimizer.optimizer
 
 
-def put_back_optimizer(zero_optimizer: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Undo the engine's replacement of Adagrad, which would drop every group's own settings.
+@contextmanager
+def adagrad_left_alone() -> Iterator[None]:
+    """Keep the engine from rebuilding the user's Adagrad.
 
-    The engine rebuilds Adagrad from its defaults, in one group, so that its accumulators have the partitions' shapes.
-    The user's own object must stay: schedulers steer it, and its groups carry their learning rates.
+    It would replace it by one from the class's defaults, in a single group: the groups' learning rates would be lost,
+    schedulers would steer the old object, and several groups would crash. `state_for_partitions` makes the accumulators
+    that the rebuilding was for.
     """
-    rebuilt = zero_optimizer.optimizer
-    if rebuilt is optimizer:
+    adagrad = torch.optim.Adagrad
+    torch.optim.Adagrad = type("HiddenAdagrad", (), {})  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        torch.optim.Adagrad = adagrad  # type: ignore[misc]
+
+
+def state_for_partitions(zero_optimizer: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Give Adagrad, which makes its state at construction, state for the flat partitions instead."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
         return
+    start = optimizer.defaults["initial_accumulator_value"]
+    steps = next((state["step"] for state in optimizer.state.values()), torch.tensor(0.0))
     optimizer.state.clear()
-    for flat, state in rebuilt.state.items():
-        optimizer.state[flat] = state
-    group_of_partition = getattr(zero_optimizer, "sub_group_to_group_id", None)
-    for index, flat in enumerate(flat_partitions(zero_optimizer)):
-        group = optimizer.param_groups[index if group_of_partition is None else group_of_partition[index]]
-        optimizer.state[flat]["sum"].fill_(group["initial_accumulator_value"])
-    zero_optimizer.optimizer = optimizer
+    for flat in flat_partitions(zero_optimizer):
+        optimizer.state[flat] = {"step": steps.clone(), "sum": torch.full_like(flat.detach(), start)}
+
+
+def pretend_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell torch's schedulers that ``optimizer`` steps, where a copy of it or a replacement does."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def without_step_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the wrapper that a scheduler put around an instance's ``step``: in a copy it would step the original."""
+    vars(optimizer).pop("step", None)
 
 
 def link_optimizer_states(zero_optimizer: Any) -> None:
-    """Stages 1 and 2 map optimizer states to parameters at their first step; loaded states need it earlier."""
+    """Map optimizer states to parameters at stages 1 and 2.
+
+    The engine does so once, inside its first step and after the first group only, so that the states of further groups
+    stay unknown.
+    """
     link = getattr(zero_optimizer, "_lazy_init_hp_params_optimizer_state", None)
     if link is not None:
+        zero_optimizer._hp_optimizer_states_linked = False
         link()
+
+
+def clear_stale_gradients(zero_optimizer: Any) -> None:
+    """Zero the gradients of parameters that no backward since the last step has reached.
+
+    Stage 3 and every offload keep gradients in buffers that are only ever overwritten: a parameter without a gradient in
+    this step would be updated with the one of an earlier step. The norm for clipping would count it too.
+    """
+    if hasattr(zero_optimizer, "fp16_groups"):
+        _clear_stale_stage3(zero_optimizer)
+    elif zero_optimizer.cpu_offload:
+        active = set(zero_optimizer.norm_for_param_grads) | zero_optimizer._offload_accumulated_param_ids
+        for group, flat in zip(
+            zero_optimizer.params_in_partition, zero_optimizer.single_partition_of_fp32_groups, strict=True
+        ):
+            for parameter in group:
+                key = zero_optimizer.get_param_id(parameter)
+                if key not in active:
+                    _, _, offset, elements = zero_optimizer.grad_position[key]
+                    flat.grad.view(-1).narrow(0, offset, elements).zero_()
+
+
+def _clear_stale_stage3(zero_optimizer: Any) -> None:
+    active = zero_optimizer._offload_boundary_param_ids
+    partitions = zero_optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    gradients: dict[int, list[torch.Tensor]] = {}
+    offsets: dict[int, list[int]] = {}
+    for group in zero_optimizer.fp16_groups:
+        for parameter in group:
+            if parameter.ds_id in active:
+                continue
+            partition = partitions[parameter.ds_id]
+            partition.zero_()
+            if zero_optimizer.offload_optimizer:
+                zero_optimizer._offload_grad_partition_at_boundary(parameter, partition, gradients, offsets)
+    zero_optimizer._swap_out_offload_fp32_gradients(gradients, offsets)
+
+
+def forget_gradients(zero_optimizer: Any) -> None:
+    """Start a window of several backwards from nothing.
+
+    Stage 3 copies only the first backward's gradients and adds all later ones, so what a parameter that the first one
+    does not reach holds from an earlier window would be added to.
+    """
+    if hasattr(zero_optimizer, "fp16_groups"):
+        zero_optimizer.grad_partitions_flat_buffer.zero_()
+        zero_optimizer._offload_boundary_param_ids.clear()
+        return
+    zero_optimizer.all_grad_tensors.clear()
+    zero_optimizer.averaged_gradients.clear()
+    if zero_optimizer.cpu_offload:
+        zero_optimizer._offload_accumulated_param_ids.clear()
+        zero_optimizer.norm_for_param_grads.clear()
+        for gradient in zero_optimizer.accumulated_grads_in_cpu.values():
+            gradient.zero_()
 
 
 def skipped_step(zero_optimizer: Any) -> bool:

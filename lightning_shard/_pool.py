@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -39,6 +38,10 @@ SERVER_ENVIRONMENT = {
 
 GRACE_SECONDS = 0.3
 """How long other ranks may still report after the first failure: a refusal usually comes from all of them."""
+
+_GUARD = (
+    "A new process imports the script that starts it: keep what the script does under `if __name__ == '__main__':`."
+)
 
 _WATCHER = re.compile(r"_rank\.py\", line \d+ in watch$", re.MULTILINE)
 
@@ -136,14 +139,11 @@ def run(job: Job, world_size: int, timeout: float) -> list[Any]:
 
     """
     payload = _shipping.dumps((job.function, job.args, job.kwargs))
-    logs = Path(tempfile.mkdtemp(prefix="lightning-shard-ranks-"))
-    with _ranks(world_size, payload, logs) as (processes, connections):
-        try:
-            return _collect(processes, connections, logs, deadline=time.monotonic() + timeout)
-        finally:
-            for process in processes:
-                _kill(process)
-            shutil.rmtree(logs, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="lightning-shard-ranks-", ignore_cleanup_errors=True) as folder,
+        _ranks(world_size, payload, Path(folder)) as (processes, connections),
+    ):
+        return _collect(processes, connections, Path(folder), deadline=time.monotonic() + timeout)
 
 
 @contextmanager
@@ -157,7 +157,9 @@ def _ranks(
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank.live, args=(theirs, rank, str(_log(logs, rank))), name=f"rank {rank}")
+            process = context.Process(
+                target=_rank.live, args=(theirs, rank, str(_log(logs, rank))), name=f"rank {rank}"
+            )
             connections.append(ours)
             processes.append(process)
             process.start()
@@ -180,13 +182,17 @@ def _context() -> ForkServerContext:
     global _server_started
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise RuntimeError("Ranks for tests are forked from a server process, which this operating system lacks.")
+    # Set by the standard library while a new process imports the caller's script; going on would start a second server.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(f"A rank may not start ranks while it imports the script that started it. {_GUARD}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lightning_shard._warm", *_extra_modules])
     if not _server_started:
         from multiprocessing.forkserver import ensure_running
 
         saved = dict(os.environ)
-        os.environ.update(SERVER_ENVIRONMENT)
+        # The server knows no import path but this one: it may not start in the folder where the package lies.
+        os.environ.update(SERVER_ENVIRONMENT, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
         try:
             ensure_running()
         finally:
@@ -242,28 +248,30 @@ def _collect(
         if not ready:
             raise TimedOut({rank: _stack(processes[rank], logs, rank) for rank in pending})
         for rank in {sources[source] for source in ready}:
-            reports[rank] = _receive(processes[rank], connections[rank], rank)
+            reports[rank] = _receive(processes[rank], connections[rank], rank, begun=_log(logs, rank).exists())
     failures = sorted((r for r in reports.values() if r.failure is not None), key=lambda report: report.moment)
     if failures:
         raise Failed(failures, {rank: _tail(logs, rank) for rank in range(len(processes))})
     return [reports[rank].result for rank in range(len(processes))]
 
 
-def _receive(process: ForkServerProcess, connection: "Connection[Any, Any]", rank: int) -> Report:
+def _receive(process: ForkServerProcess, connection: "Connection[Any, Any]", rank: int, *, begun: bool) -> Report:
     try:
         succeeded, moment, data = connection.recv()
     except (EOFError, OSError):  # The process ended without a word.
         process.join(timeout=5)
-        return Report(rank=rank, failure=_ending(process.exitcode), moment=time.monotonic())
+        return Report(rank=rank, failure=_ending(process.exitcode, begun), moment=time.monotonic())
     if succeeded:
         return Report(rank=rank, result=_shipping.loads(data))
     return Report(rank=rank, failure=data, moment=moment)
 
 
-def _ending(code: int | None) -> str:
+def _ending(code: int | None, begun: bool) -> str:
     if code is not None and code < 0:
         return f"The process was killed by {signal.Signals(-code).name}."
-    return f"The process exited with code {code} before the function returned."
+    if begun:
+        return f"The process exited with code {code} before the function returned."
+    return f"The process exited with code {code} before it began. {_GUARD}"
 
 
 def _stack(process: ForkServerProcess, logs: Path, rank: int) -> str:

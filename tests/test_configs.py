@@ -96,7 +96,7 @@ def test_console_command_starts_its_own_ranks(tmp_path):
     # The script that pip writes for the command, in a folder with a space in its name.
     script = tmp_path / "a folder" / "lightning-shard"
     script.parent.mkdir()
-    script.write_text("import sys\nfrom lightning_shard_cli.main import main\nif __name__ == '__main__':\n    sys.exit(main())\n")
+    script.write_text("import sys\nfrom lightning_shard_cli.main import main\nsys.exit(main())\n")
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
     done = subprocess.run(

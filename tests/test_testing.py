@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -115,7 +114,9 @@ def test_a_function_of_a_file_that_no_import_path_reaches(tmp_path: Path) -> Non
 def test_caller_environment_and_folder_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HARNESS_TEST", "seen")
     monkeypatch.chdir(tmp_path)
-    assert run_distributed(lambda: (os.environ["HARNESS_TEST"], os.getcwd()), 1) == [("seen", os.path.realpath(tmp_path))]
+    assert run_distributed(lambda: (os.environ["HARNESS_TEST"], os.getcwd()), 1) == [
+        ("seen", os.path.realpath(tmp_path))
+    ]
 
 
 def test_no_state_reaches_the_next_job() -> None:
@@ -240,13 +241,17 @@ def test_what_a_rank_started_ends_with_it() -> None:
     assert not alive(pid)
 
 
-CALLER = """
+ROOT = Path(_parity.__file__).parents[1]
+
+CALLER = f"""
 import sys
+sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from lightning_shard.testing import run_distributed
 
 def hang(folder):
     import os, time
+    assert "deepspeed" in sys.modules  # The server is warm, wherever it was started.
     (Path(folder) / os.environ["RANK"]).write_text(str(os.getpid()))
     time.sleep(600)
 
@@ -259,9 +264,9 @@ if __name__ == "__main__":
 """
 
 
-def pids_in(folder: Path) -> list[int]:
+def pids_in(folder: Path, caller: "subprocess.Popen[str]") -> list[int]:
     deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and caller.poll() is None:
         texts = [file.read_text() for file in folder.iterdir()]
         if len(texts) == 2 and all(texts):
             return list(map(int, texts))
@@ -271,18 +276,19 @@ def pids_in(folder: Path) -> list[int]:
 
 def test_no_rank_outlives_its_caller(tmp_path: Path) -> None:
     script = tmp_path / "a caller.py"
-    script.write_text(textwrap.dedent(CALLER))
+    script.write_text(CALLER)
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()
-    caller = subprocess.Popen([sys.executable, str(script), *map(str, folders)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, str(script), *map(str, folders)]
+    caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     try:
-        interrupted = pids_in(folders[0])
+        interrupted = pids_in(folders[0], caller)
         caller.send_signal(signal.SIGINT)
         assert caller.stdout is not None
         assert caller.stdout.readline() == "interrupted\n"
         assert not any(map(alive, interrupted))
-        orphaned = pids_in(folders[1])
+        orphaned = pids_in(folders[1], caller)
     finally:
         caller.kill()
         caller.communicate()
@@ -290,6 +296,15 @@ def test_no_rank_outlives_its_caller(tmp_path: Path) -> None:
     while any(map(alive, orphaned)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, orphaned))
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(CALLER.split("if __name__")[0] + "run_distributed(hang, 1, '.')\n")
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert ended.returncode == 1
+    assert "exited with code 1 before it began" in ended.stderr
+    assert "keep what the script does under `if __name__ == '__main__':`" in ended.stderr
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
@@ -322,6 +337,8 @@ def test_impossible_arguments() -> None:
 
 class Net(pl.LightningModule):
     """Odd sizes, a buffer that counts, a choice of optimizer."""
+
+    seen: Tensor
 
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__()
@@ -391,7 +408,7 @@ class DivergesOnRankOne(Net):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_rank == 1 and batch_idx == 4:
             with torch.no_grad():
-                self.body[2].weight[1, 3] += 1e-3
+                self.get_parameter("body.2.weight")[1, 3] += 1e-3
 
 
 class WrongOptimizerState(Net):
@@ -400,7 +417,7 @@ class WrongOptimizerState(Net):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.world_size > 1 and batch_idx == 4:
             (optimizer,) = self.trainer.optimizers
-            optimizer.state[self.body[0].weight]["exp_avg_sq"].mul_(1.01)
+            optimizer.state[self.get_parameter("body.0.weight")]["exp_avg_sq"].mul_(1.01)
 
 
 class WrongCounter(Net):

@@ -98,7 +98,11 @@ def update(found: dict[str, str], wanted: dict[str, str], held: int) -> None:
 def main() -> int:
     """Bring ``.venv`` up to date, one process at a time. Returns the exit code."""
     with LOCK_FILE.open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("make: waiting for another make that is installing here ...", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         found, wanted = found_state(), wanted_state()
         try:
             if found != wanted:

@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> None:
     """
     progress = Progress()
     try:
-        ShardCLI(progress, args=arguments, parser_kwargs={"prog": "lightning-shard"})
+        ShardCLI(progress, args=arguments)
     except Exception as error:
         if (message := refusal(error, progress)) is None:
             raise
@@ -61,8 +61,8 @@ class Progress(Callback):
 class Parser(LightningArgumentParser):
     """Lightning's parser, except that a mistake is one line, and that a strategy's help shows all of its options."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, prog: str = "lightning-shard", **kwargs: Any) -> None:
+        super().__init__(*args, prog=prog, **kwargs)
         self.options: Callable[[], list[str]] = list
         self._strategy_key: tuple[type[Strategy], str] | None = None
 

@@ -163,12 +163,8 @@ class ZeROStrategy(DeepSpeedStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate: the backward inside is not the last one before the optimizer step."""
-        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
-        try:
-            yield
-        finally:
-            self.deepspeed_engine.set_gradient_accumulation_boundary(True)
+        """Nothing: an engine that accumulates communicates, or waits for the step, by itself."""
+        yield
 
     # --- the module ---
 
@@ -208,10 +204,19 @@ class ZeROStrategy(DeepSpeedStrategy):
             total_steps=int(trainer.estimated_stepping_batches) if "auto" in scheduler.values() else None,
         )
 
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with _compat.scalars_as_bytes(), super().model_sharded_context():
+            yield
+
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.lightning_module is not None
         check_parameters(self.lightning_module, str(self.precision_plugin.precision))
+        for parameter in self.lightning_module.parameters():
+            # Flat buffers hold values in the plain order (a channels-last weight, for one, has another).
+            parameter.data = parameter.data.contiguous()
         if has_meta_tensors(self.lightning_module):
             materialize(self.lightning_module, self.root_device, self._partition if self.zero_stage_3 else None)
         super().setup(trainer)
@@ -223,7 +228,8 @@ class ZeROStrategy(DeepSpeedStrategy):
 
         self._init_config_if_needed()
         if any(not hasattr(parameter, "ds_id") for parameter in submodule.parameters(recurse=False)):
-            deepspeed.zero.Init(module=submodule, config_dict_or_path=self.config)
+            with _compat.scalars_as_bytes():
+                deepspeed.zero.Init(module=submodule, config_dict_or_path=self.config)
 
     def _broadcast_buffers(self) -> None:
         """Rank 0's buffers everywhere: the engine takes care of parameters only."""
@@ -237,7 +243,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert isinstance(model, pl.LightningModule)
         chosen = configure_optimizer(model, self.config, self._options.offload, self.root_device, self._ensure_op)
         self._setup_model_and_optimizer(model, chosen.optimizer)
-        _compat.put_back_optimizer(self.deepspeed_engine.optimizer, chosen.optimizer)
+        _compat.state_for_partitions(self.deepspeed_engine.optimizer, chosen.optimizer)
         self._set_deepspeed_activation_checkpointing()
         self.optimizers = [self.deepspeed_engine.optimizer]
         self.lr_scheduler_configs = chosen.schedulers
@@ -267,15 +273,17 @@ class ZeROStrategy(DeepSpeedStrategy):
         if uses_nvme(config):
             self._ensure_op("async_io")
         on_cuda = self.root_device.type == "cuda"
-        engine, *_ = deepspeed.initialize(
-            # A device rank of None, as a CPU device has it, would be compared with 0.
-            args=argparse.Namespace(device_rank=self.root_device.index) if on_cuda else None,
-            config=config,
-            model=model,
-            model_parameters=[p for p in model.parameters() if p.requires_grad] if optimizer is not None else [],
-            optimizer=optimizer,
-            dist_init_required=False,
-        )
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with _compat.scalars_as_bytes(), _compat.adagrad_left_alone():
+            engine, *_ = deepspeed.initialize(
+                # A device rank of None, as a CPU device has it, would be compared with 0.
+                args=argparse.Namespace(device_rank=self.root_device.index) if on_cuda else None,
+                config=config,
+                model=model,
+                model_parameters=trainable if optimizer is not None else [],
+                optimizer=optimizer,
+                dist_init_required=False,
+            )
         return engine
 
     def _ensure_op(self, op: ops.Op) -> None:
@@ -292,7 +300,14 @@ class ZeROStrategy(DeepSpeedStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Any, model: "pl.LightningModule | nn.Module | None" = None, **kwargs: Any
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        def backward_done() -> Any:
+            result = closure()
+            _compat.clear_stale_gradients(self.deepspeed_engine.optimizer)
+            return result
+
+        output = super().optimizer_step(optimizer, backward_done, model, **kwargs)
+        if not self.config.get("managed_gradient_accumulation", True):
+            _compat.forget_gradients(self.deepspeed_engine.optimizer)
         if "fp16" not in self.config and _compat.skipped_step(self.deepspeed_engine.optimizer):
             rank_zero_warn(
                 f"A gradient was infinite or not a number at global step {self._global_step()}: the engine left this"

@@ -6,7 +6,7 @@ the order of :class:`ModelStateBytes`.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
@@ -75,8 +75,8 @@ class ExpectedModelStates:
     """ZeRO stage; 0 where every rank holds all of them."""
 
     states: ModelStates
-    """Bytes of parameters, gradients, master copy and optimizer states. The gradients are what the formula of the stage
-    needs between backward and step; the engine's own bookkeeping may hold more."""
+    """Bytes of parameters, gradients, master copy and optimizer states. The gradients are those between backward and
+    step. Stages 1 and 2 without offload do not hold just that: see :func:`expected_model_state_bytes`."""
 
     gathered: int
     """Bytes of the small parameters that every rank holds whole, besides its partition, from one step to the next."""
@@ -121,6 +121,10 @@ def expected_model_state_bytes(
 ) -> ExpectedModelStates:
     """What each rank's model states should be, from the formula alone: sizes, ranks, stage, precision and optimizer.
 
+    Parameters, master copy and optimizer states are exact. Gradients are exact at stage 3, and with offload; at stages
+    1 and 2 without it, a rank holds the whole gradient of every parameter that its partition touches, thus up to one
+    parameter more at each end of the partition.
+
     Args:
         strategy: The Trainer's strategy, during fit; a ZeRO strategy, or one that keeps whole replicas.
         optimizer_elements_per_parameter: Elements that the optimizer keeps per parameter, where its class is not known.
@@ -145,13 +149,17 @@ def expected_model_state_bytes(
             master=layout.master_bytes,
             optimizer=elements * layout.master_bytes,
         )
+        states = exact_model_states(layout.groups, layout.ranks, layout.stage, per_parameter, layout.frozen)
+        if layout.partitions_gradients and layout.stage == 1:  # offloaded, so that only this rank's share is copied
+            partitioned = exact_model_states(layout.groups, layout.ranks, 2, per_parameter, layout.frozen)
+            states = replace(states, gradients=partitioned.gradients)
         numels = [numel for group in layout.groups for numel in group] + layout.frozen
         whole = [numel for numel in numels if numel <= layout.persistence_elements]
         return ExpectedModelStates(
             parameters_total=sum(numels),
             ranks=layout.ranks,
             stage=layout.stage,
-            states=exact_model_states(layout.groups, layout.ranks, layout.stage, per_parameter, layout.frozen),
+            states=states,
             gathered=sum(whole) * layout.parameter_bytes,
             per_parameter=per_parameter,
         )

@@ -89,9 +89,10 @@ def build_engine_config(options: ZeROOptions, facts: TrainerFacts, sizes: Sizes,
     merged.default("zero_allow_untested_optimizer", True)
     # The strategy has chosen the optimizer for offload; the engine must not insist on its compiled one.
     merged.default("zero_force_ds_cpu_optimizer", False)
-    # A manual step may follow several backwards; only the caller knows where the boundary is.
-    if not facts.automatic_optimization:
-        merged.own("managed_gradient_accumulation", False, "manual optimization")
+    # With several backwards for a step (and a manual step may follow any number) the caller knows where the boundary is,
+    # and only then does the engine keep the gradients of parameters that the last backward does not reach.
+    if facts.accumulate_grad_batches > 1 or not facts.automatic_optimization:
+        merged.own("managed_gradient_accumulation", False, "accumulation by the Trainer or by a manual step")
     merged.resolve_auto("scheduler.params.total_num_steps", facts.total_steps)
     merged.refuse_left_over_auto()
     return merged.config

@@ -1,5 +1,6 @@
 """The one optimizer that the engine gets, and the schedulers that the Trainer steps."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ class Chosen:
     """What the engine trains with."""
 
     optimizer: Optimizer
-    """The optimizer for the flat partitions."""
+    """The optimizer for the flat partitions; shares its group dictionaries with the user's."""
 
     schedulers: list[LRSchedulerConfig]
     """The learning-rate schedulers, bound to ``optimizer``'s groups."""
@@ -53,12 +54,25 @@ def configure_optimizer(
     check_optimizer_parameters(module, optimizer)
     optimizers.check_elementwise(optimizer, device)
     optimizers.check_no_early_state(optimizer)
-    chosen = _for_offload(optimizer, config, offload, device, ensure_op)
-    for scheduler in schedulers:
-        # The groups are shared, so a scheduler steers both; `optimizer` is what it reports.
-        if getattr(scheduler.scheduler, "optimizer", None) is optimizer:
-            scheduler.scheduler.optimizer = chosen
+    chosen = _without_frozen_groups(_for_offload(optimizer, config, offload, device, ensure_op))
+    if chosen is not optimizer:
+        _compat.pretend_stepped(optimizer)
     return Chosen(optimizer=chosen, schedulers=schedulers)
+
+
+def _without_frozen_groups(optimizer: Optimizer) -> Optimizer:
+    """``optimizer``, or a copy that shares its groups and state but lacks the groups that are frozen as a whole.
+
+    Stages 1 and 2 cannot flatten an empty group. The user's own object keeps all groups in their order, because
+    schedulers count by them.
+    """
+    active = [group for group in optimizer.param_groups if any(p.requires_grad for p in group["params"])]
+    if len(active) == len(optimizer.param_groups):
+        return optimizer
+    trimmed = copy.copy(optimizer)
+    _compat.without_step_wrapper(trimmed)
+    trimmed.param_groups = active
+    return trimmed
 
 
 def _read(module: "pl.LightningModule", config: Mapping[str, Any]) -> tuple[Optimizer, list[LRSchedulerConfig]]:

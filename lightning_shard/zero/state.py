@@ -154,9 +154,9 @@ def _gather(parameter: nn.Parameter, optimized: bool) -> Tensor:
 def _gathered(tensor: Tensor, write: bool) -> Any:
     if not hasattr(tensor, "ds_id"):
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    return GatheredParameters([tensor], modifier_rank=0 if write else None)
+    return deepspeed.zero.GatheredParameters([tensor], modifier_rank=0 if write else None)
 
 
 def optimized_parameters(zero_optimizer: Any) -> Iterator[nn.Parameter]:

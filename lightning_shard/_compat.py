@@ -171,6 +171,15 @@ def restore_linear() -> None:
         torch.nn.functional.linear = original
 
 
+def end_training(engine: Any) -> None:
+    """Take the engine's gradient hooks off the parameters, so that the module can train elsewhere.
+
+    ``engine.destroy()`` would do so too, but also forgets what a checkpoint after the run needs.
+    """
+    for hook in getattr(engine.optimizer, "_grad_acc_hooks", []):
+        hook.remove()
+
+
 _HOOK_TABLES = (
     "_forward_pre_hooks",
     "_forward_hooks",

@@ -213,6 +213,7 @@ class ZeROStrategy(DeepSpeedStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.lightning_module is not None
+        _compat.remove_engine_hooks(self.lightning_module)
         check_parameters(self.lightning_module, str(self.precision_plugin.precision))
         for parameter in self.lightning_module.parameters():
             # Flat buffers hold values in the plain order (a channels-last weight, for one, has another).
@@ -383,11 +384,10 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
-        engine = self.model if self.model is not self.lightning_module else None
         super().teardown()
-        if engine is not None and self.lightning_module is not None:
-            engine.destroy()
-            _compat.remove_engine_hooks(self.lightning_module)
+        if self.model is not self.lightning_module:
+            # The engine stays: `trainer.save_checkpoint` and, at stage 3, a forward of the module work after the run.
+            _compat.end_training(self.deepspeed_engine)
             _compat.restore_linear()
         self._watch = None
 

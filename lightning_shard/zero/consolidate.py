@@ -1,0 +1,74 @@
+"""One plain Lightning file from a checkpoint folder of the engine, without any rank running."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.zero import checkpoint as format
+
+_ENGINE_KEYS = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler"
+    " data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size"
+    " mp_world_size ds_config ds_version".split()
+)
+
+
+def consolidate_checkpoint(source: str | Path, target: str | Path) -> Path:
+    """Write the weights of a ZeRO checkpoint folder, and Lightning's part of it, to one plain ``.ckpt`` file.
+
+    The file holds every parameter in fp32 (tied names, frozen ones and persistent buffers included), the loops',
+    callbacks' and schedulers' states and the hyper-parameters, but no optimizer states. It loads with
+    ``LightningModule.load_from_checkpoint`` and under any strategy.
+
+    Args:
+        source: The folder that a ZeRO run saved.
+        target: The file to write; it appears only when it is whole.
+
+    Returns:
+        ``target`` as a path.
+
+    Raises:
+        FileNotFoundError: If ``source`` is no whole checkpoint of a ZeRO run.
+
+    """
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, get_model_state_file
+
+    source, target = Path(source), Path(target)
+    if not source.exists():
+        raise FileNotFoundError(f"There is no checkpoint at {source}.")
+    written = format.written_by(source)
+    folder = source / format.TAG
+    with torch.device("cpu"):
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(source), tag=format.TAG)
+        model_file = torch.load(
+            get_model_state_file(str(folder), written.stage), map_location="cpu", weights_only=False
+        )
+    contents = {key: value for key, value in model_file.items() if key not in _ENGINE_KEYS}
+    contents["state_dict"] = _own_tensors(weights, model_file)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        torch.save(contents, partial)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def _own_tensors(weights: dict[str, Tensor], model_file: dict[str, Any]) -> dict[str, Tensor]:
+    """Each tensor with memory of its own (slices of flat partitions would each drag the whole along), tied ones shared.
+
+    Buffers keep their dtype: the engine's conversion makes all of them fp32.
+    """
+    buffers = {name: model_file["module"][name] for name in model_file.get("buffer_names", ()) if name in weights}
+    made: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+    result = {}
+    for name, tensor in weights.items():
+        tensor = buffers.get(name, tensor)
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if key not in made or not tensor.numel():
+            made[key] = tensor.detach().clone()
+        result[name] = made[key]
+    return result

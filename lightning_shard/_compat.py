@@ -206,6 +206,7 @@ def remove_engine_hooks(module: nn.Module) -> None:
                 owner = getattr(getattr(hook, "hook", hook), "__module__", None) or ""
                 if owner.startswith("deepspeed."):
                     del hooks[key]
+    vars(module).pop("zero_grad", None)  # from `discard_at_zero_grad`
 
 
 # --- DeepSpeed: the engine's partitions ---
@@ -337,6 +338,35 @@ def forget_gradients(zero_optimizer: Any) -> None:
         zero_optimizer.norm_for_param_grads.clear()
         for gradient in zero_optimizer.accumulated_grads_in_cpu.values():
             gradient.zero_()
+
+
+def discard_at_zero_grad(engine: Any, strategy: Any) -> None:
+    """Let ``zero_grad`` between two backwards discard what the engine has accumulated, as it does in one process.
+
+    The engine clears the parameters' own gradients only, but stages 2 and 3 have moved those to their partitions. It
+    also calls ``zero_grad`` inside its step, where the partitions still hold what is about to be used.
+    """
+    zero, module = engine.optimizer, engine.module
+    clear_parameters = zero.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        clear_parameters(set_to_none)
+        # Without managed accumulation, the boundary is the step itself.
+        if not engine.is_gradient_accumulation_boundary():
+            forget_gradients(zero)
+
+    # Lightning's wrapper inherits from the optimizer's class, so that it has a `zero_grad` of its own.
+    for entry in (zero, module, *strategy._lightning_optimizers):
+        entry.zero_grad = zero_grad
+
+
+def begin_backward(zero_optimizer: Any) -> None:
+    """Tell the engine that another backward begins.
+
+    It counts backwards at forward, and one ``training_step`` is one forward to it: stage 3 would let the second backward
+    of a step overwrite the gradients of the first.
+    """
+    zero_optimizer.clear_backward_seen_flag()
 
 
 def skipped_step(zero_optimizer: Any) -> bool:

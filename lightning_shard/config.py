@@ -57,6 +57,13 @@ class Offload:
             raise ValueError(
                 "Offload to NVMe needs a folder for its swap files: Offload(..., nvme_path='/path/on/a/local/drive')."
             )
+        if self.nvme_path and "nvme" not in (self.optimizer, self.parameters):
+            raise ValueError(
+                f"Offload(nvme_path={self.nvme_path!r}) would not be used: neither optimizer={self.optimizer!r} nor"
+                f" parameters={self.parameters!r} is 'nvme'. Set one of them to 'nvme', or leave nvme_path out."
+            )
+        if self.cpu_adam and self.optimizer is None:
+            raise ValueError("Offload(cpu_adam=True) runs on an offloaded optimizer partition, but optimizer=None.")
         if not 0.0 < self.ratio <= 1.0:
             raise ValueError(f"Offload(ratio={self.ratio}): the share that the CPU updates must be in (0, 1].")
         if self.ratio < 1.0 and self.optimizer != "cpu":
@@ -95,8 +102,10 @@ class ZeroPlusPlus:
                 f"ZeroPlusPlus(hpz_partition_size={self.hpz_partition_size}): ranks per group, at least 1."
             )
         if self.hpz_partition_size == 1 and not self.quantized_weights and not self.quantized_gradients:
-            raise ValueError("ZeroPlusPlus() switches nothing on: set hpz_partition_size, quantized_weights or"
-                             " quantized_gradients, or pass zero_plus_plus=None.")
+            raise ValueError(
+                "ZeroPlusPlus() switches nothing on: set hpz_partition_size, quantized_weights or quantized_gradients,"
+                " or pass zero_plus_plus=None."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

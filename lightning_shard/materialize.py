@@ -45,8 +45,8 @@ def materialize(module: nn.Module, device: torch.device, after_each: Callable[[n
             _poison(tensor)
         with torch.no_grad():
             reset()
-        left = [name for name, tensor in zip(names, (t for _, t in _own_tensors(submodule)), strict=True) if
-                _is_poisoned(tensor)]
+        tensors = [tensor for _, tensor in _own_tensors(submodule)]
+        left = [name for name, tensor in zip(names, tensors, strict=True) if _is_poisoned(tensor)]
         if left:
             problems.append(f"{', '.join(left)} ({type(submodule).__name__}.reset_parameters() leaves them unset)")
             continue

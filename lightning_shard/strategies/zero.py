@@ -247,6 +247,8 @@ class ZeROStrategy(DeepSpeedStrategy):
         _compat.state_for_partitions(self.deepspeed_engine.optimizer, chosen.optimizer)
         self._set_deepspeed_activation_checkpointing()
         self.optimizers = [self.deepspeed_engine.optimizer]
+        if not self.config.get("managed_gradient_accumulation", True):
+            _compat.discard_at_zero_grad(self.deepspeed_engine, self)
         self.lr_scheduler_configs = chosen.schedulers
         self._watch = RequiresGradWatch(model)
 
@@ -296,6 +298,10 @@ class ZeROStrategy(DeepSpeedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._watch is not None
         self._watch.check()
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        _compat.begin_backward(self.deepspeed_engine.optimizer)
 
     @override
     def optimizer_step(

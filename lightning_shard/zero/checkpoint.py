@@ -92,14 +92,13 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def check_loadable(path: Path, stage: int, world_size: int, needs_optimizer: bool) -> None:
-    """Refuse a checkpoint that the engine would fail on, or load wrongly, before it touches anything.
+def check_loadable(path: Path, stage: int, world_size: int) -> None:
+    """Refuse to train on from a checkpoint that the engine would fail on, or load wrongly, before it touches anything.
 
     Args:
         path: The checkpoint's folder.
         stage: The ZeRO stage of this run.
         world_size: The number of ranks of this run.
-        needs_optimizer: Whether training goes on, so that optimizer states must fit too.
 
     Raises:
         FileNotFoundError: If there is no checkpoint at ``path``.
@@ -109,9 +108,7 @@ def check_loadable(path: Path, stage: int, world_size: int, needs_optimizer: boo
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     written = written_by(path)
-    if not (needs_optimizer or 3 in (stage, written.stage)):
-        return
-    if (written.stage == 3) != (stage == 3) or (needs_optimizer and written.stage != stage):
+    if written.stage != stage:
         raise MisconfigurationException(
             f"{path} was written by ZeRO stage {written.stage} and cannot be loaded at stage {stage}. Use stage"
             f" {written.stage}, or consolidate it to one file of plain weights:"
@@ -140,8 +137,10 @@ def written_by(path: Path) -> WrittenBy:
         files = sorted((path / TAG).glob("*_optim_states.pt"))
         if not files:
             raise FileNotFoundError(f"{path} holds no optimizer states of the DeepSpeed engine: it is not whole.")
-        stage3 = any((path / TAG).glob("zero_pp_rank_*_model_states.pt"))
-        return WrittenBy(stage=3 if stage3 else 2, world_size=len(files), precision="", nvme_optimizer=False)
+        # Memory-mapped: only the entry that is read is fetched.
+        optimizer = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)["optimizer_state_dict"]
+        stage = int(optimizer["zero_stage"])
+        return WrittenBy(stage=stage, world_size=len(files), precision="", nvme_optimizer=False)
     for parent in path.parents[:2]:
         if (parent / TAG).is_dir():
             raise FileNotFoundError(f"{path} lies inside the checkpoint {parent}. Give that folder's path instead.")

@@ -1,6 +1,8 @@
 """One plain Lightning file from a checkpoint folder of the engine, without any rank running."""
 
+import io
 import os
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +36,9 @@ def consolidate_checkpoint(source: str | Path, target: str | Path) -> Path:
         FileNotFoundError: If ``source`` is no whole checkpoint of a ZeRO run.
 
     """
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, get_model_state_file
-
     source, target = Path(source), Path(target)
-    if not source.exists():
-        raise FileNotFoundError(f"There is no checkpoint at {source}.")
-    written = format.written_by(source)
-    folder = source / format.TAG
-    with torch.device("cpu"):
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(source), tag=format.TAG)
-        model_file = torch.load(
-            get_model_state_file(str(folder), written.stage), map_location="cpu", weights_only=False
-        )
-    contents = {key: value for key, value in model_file.items() if key not in _ENGINE_KEYS}
-    contents["state_dict"] = _own_tensors(weights, model_file)
+    contents = read_checkpoint(source, lazy=False)
+    contents["state_dict"] = _own_memory(contents["state_dict"])
     partial = target.with_name(f".{target.name}.partial")
     try:
         torch.save(contents, partial)
@@ -57,16 +48,44 @@ def consolidate_checkpoint(source: str | Path, target: str | Path) -> Path:
     return target
 
 
-def _own_tensors(weights: dict[str, Tensor], model_file: dict[str, Any]) -> dict[str, Tensor]:
-    """Each tensor with memory of its own (slices of flat partitions would each drag the whole along), tied ones shared.
+def read_checkpoint(source: Path, lazy: bool) -> dict[str, Any]:
+    """Lightning's part of a checkpoint folder, with whole weights as its ``state_dict``.
 
-    Buffers keep their dtype: the engine's conversion makes all of them fp32.
+    Args:
+        source: The folder that a ZeRO run saved, at whatever stage and world size.
+        lazy: Whether a weight is a stand-in that is put together by its ``contiguous()`` only.
+
+    Raises:
+        FileNotFoundError: If ``source`` is no whole checkpoint of a ZeRO run.
+
     """
-    buffers = {name: model_file["module"][name] for name in model_file.get("buffer_names", ()) if name in weights}
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, get_model_state_file
+
+    if not source.exists():
+        raise FileNotFoundError(f"There is no checkpoint at {source}.")
+    written = format.written_by(source)
+    # The engine's conversion reports its progress on stdout, from every rank.
+    with redirect_stdout(io.StringIO()):
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(source), tag=format.TAG, lazy_mode=lazy)
+        model_file = torch.load(
+            get_model_state_file(str(source / format.TAG), written.stage), map_location="cpu", weights_only=False
+        )
+    whole = model_file["module"]
+    if written.stage < 3:
+        # Rank 0's file holds the whole module there; the engine's conversion leaves frozen parameters out at stage 1.
+        weights.update({name: value for name, value in whole.items() if name not in weights})
+    # The conversion makes every buffer fp32.
+    weights.update({name: whole[name] for name in model_file.get("buffer_names", ()) if name in weights})
+    contents = {key: value for key, value in model_file.items() if key not in _ENGINE_KEYS}
+    contents["state_dict"] = weights
+    return contents
+
+
+def _own_memory(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor with memory of its own (slices of flat partitions would each drag the whole along), tied ones shared."""
     made: dict[tuple[int, tuple[int, ...]], Tensor] = {}
     result = {}
     for name, tensor in weights.items():
-        tensor = buffers.get(name, tensor)
         key = (tensor.data_ptr(), tuple(tensor.shape))
         if key not in made or not tensor.numel():
             made[key] = tensor.detach().clone()

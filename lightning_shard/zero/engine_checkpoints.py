@@ -9,8 +9,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_shard import _compat
 from lightning_shard.zero import checkpoint as format
 from lightning_shard.zero import state
+from lightning_shard.zero.consolidate import read_checkpoint
 
 if TYPE_CHECKING:
     from lightning_shard.strategies.zero import ZeROStrategy
@@ -66,8 +68,8 @@ class EngineCheckpoints:
 
         Raises:
             FileNotFoundError: If there is no checkpoint.
-            MisconfigurationException: If it was written by another stage or world size, or a file is given to go on
-                training from, without ``load_full_weights=True``.
+            MisconfigurationException: If training goes on and another stage or world size wrote it, or it is a file and
+                ``load_full_weights=True`` was not given.
 
         """
         strategy = self._strategy
@@ -75,18 +77,21 @@ class EngineCheckpoints:
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         if path.is_file():
             return self._load_file(path, fitting, weights_only)
-        format.check_loadable(path, strategy.stage, strategy.world_size, needs_optimizer=fitting)
-        _, client_state = strategy.deepspeed_engine.load_checkpoint(
-            str(path),
-            tag=format.TAG,
-            load_optimizer_states=fitting,
-            load_lr_scheduler_states=False,
-            load_module_strict=self._module.strict_loading,
-        )
+        if not fitting:
+            # Weights alone fit every stage and world size; the engine's own way fails at stage 3 without an optimizer.
+            return read_checkpoint(path, lazy=True)
+        format.check_loadable(path, strategy.stage, strategy.world_size)
+        with _compat.scalars_as_bytes():
+            _, client_state = strategy.deepspeed_engine.load_checkpoint(
+                str(path),
+                tag=format.TAG,
+                load_optimizer_states=True,
+                load_lr_scheduler_states=False,
+                load_module_strict=self._module.strict_loading,
+            )
         if client_state is None:
             raise MisconfigurationException(f"The DeepSpeed engine could not load the checkpoint {path}.")
-        if fitting:
-            strategy.nvme_states().load(path / format.TAG)
+        strategy.nvme_states().load(path / format.TAG)
         loaded: dict[str, Any] = client_state
         return loaded
 
@@ -100,7 +105,10 @@ class EngineCheckpoints:
             )
         if fitting:
             rank_zero_warn(f"{path} holds no optimizer states of a ZeRO run: the optimizer starts afresh.")
-        return strategy.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only)
+        loaded = strategy.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only)
+        # Without it the Trainer would take the file for a mistake, but fresh schedulers belong to a fresh optimizer.
+        loaded.setdefault("lr_schedulers", [])
+        return loaded
 
     def _save_weights(self, checkpoint: dict[str, Any], path: Path) -> None:
         strategy = self._strategy

@@ -4,7 +4,6 @@ The arguments and the Trainer own what they set. A user setting that says the sa
 error that names both, and everything else is merged on top.
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,12 +11,10 @@ from typing import Any, Literal
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_shard.config import ActivationCheckpointing, Offload, ZeroPlusPlus
+from lightning_shard.zero.arguments import check_effective
+from lightning_shard.zero.merge import AUTO, Config, Merge
 from lightning_shard.zero.sizing import Sizes
-
-Config = dict[str, Any]
-
-AUTO = "auto"
-_MISSING = object()
+from lightning_shard.zero.user_config import check_with_engine, spell_as_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +72,13 @@ def build_engine_config(options: ZeROOptions, facts: TrainerFacts, sizes: Sizes,
         user: The user's own DeepSpeed settings; not changed.
 
     Raises:
-        MisconfigurationException: If a user setting contradicts an argument or the Trainer, or an ``"auto"`` value
-            cannot be known. The message names the key and both values.
+        MisconfigurationException: If a user setting contradicts an argument or the Trainer, is unknown to DeepSpeed or
+            refused by it, cannot work at this stage or on this device, or is an ``"auto"`` that nobody knows. The
+            message names the key and the values.
 
     """
-    merged = _Merge(copy.deepcopy(dict(user)))
+    merged = Merge(user)
+    spell_as_engine(merged)
     _own_batch_sizes(merged, facts)
     _own_clipping(merged, facts)
     _own_precision(merged, facts)
@@ -89,114 +88,40 @@ def build_engine_config(options: ZeROOptions, facts: TrainerFacts, sizes: Sizes,
     merged.default("zero_allow_untested_optimizer", True)
     # The strategy has chosen the optimizer for offload; the engine must not insist on its compiled one.
     merged.default("zero_force_ds_cpu_optimizer", False)
-    # With several backwards for a step (and a manual step may follow any number) the caller knows where the boundary is,
-    # and only then does the engine keep the gradients of parameters that the last backward does not reach.
+    # With several backwards for a step (and a manual step may follow any number) the caller knows where the boundary
+    # is, and only then does the engine keep the gradients of parameters that the last backward does not reach.
     if facts.accumulate_grad_batches > 1 or not facts.automatic_optimization:
         merged.own("managed_gradient_accumulation", False, "accumulation by the Trainer or by a manual step")
-    merged.resolve_auto("scheduler.params.total_num_steps", facts.total_steps)
+    merged.fill("scheduler.params.total_num_steps", facts.total_steps)
     merged.refuse_left_over_auto()
+    check_effective(merged.config["zero_optimization"], options.stage, facts.device_type)
+    check_with_engine(merged.config)
     return merged.config
 
 
-class _Merge:
-    """The user's settings with ours put under or over them, by dotted key."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def get(self, key: str, default: Any = None) -> Any:
-        node: Any = self.config
-        for part in key.split("."):
-            if not isinstance(node, dict) or part not in node:
-                return default
-            node = node[part]
-        return node
-
-    def set(self, key: str, value: Any) -> None:
-        *parents, last = key.split(".")
-        node = self.config
-        for part in parents:
-            child = node.setdefault(part, {})
-            if not isinstance(child, dict):
-                raise MisconfigurationException(
-                    f"The DeepSpeed config's {part!r} must be a mapping of settings, got {child!r}."
-                )
-            node = child
-        node[last] = value
-
-    def pop(self, key: str) -> Any:
-        *parents, last = key.split(".")
-        node = self.get(".".join(parents)) if parents else self.config
-        return node.pop(last, None) if isinstance(node, dict) else None
-
-    def default(self, key: str, value: Any) -> None:
-        """Use ``value`` where the user says nothing or ``"auto"``."""
-        if self.get(key, AUTO) == AUTO:
-            self.set(key, value)
-
-    def own(self, key: str, value: Any, owner: str) -> None:
-        """``owner`` decides ``key``: the same value passes, another one is an error that names both."""
-        theirs = self.get(key, AUTO)
-        if theirs != AUTO and theirs != value:
-            raise MisconfigurationException(
-                f"The DeepSpeed config sets {key}={theirs!r}, but {owner} says {value!r}. Set it in one place, or give"
-                " both the same value."
-            )
-        self.set(key, value)
-
-    def argument(self, key: str, value: Any, owner: str, default: Any = _MISSING) -> None:
-        """An argument decides when it is given, else the user's config, else ``default``."""
-        if value is not None:
-            self.own(key, value, owner)
-        elif default is not _MISSING:
-            self.default(key, default)
-
-    def resolve_auto(self, key: str, value: Any) -> None:
-        if self.get(key) == AUTO and value is not None:
-            self.set(key, value)
-
-    def refuse_left_over_auto(self) -> None:
-        for key, value in _leaves(self.config):
-            if value == AUTO:
-                raise MisconfigurationException(
-                    f"The DeepSpeed config sets {key}='auto', but neither the Trainer nor the model knows a value for"
-                    " it. Write the value."
-                )
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            found += _leaves(value, f"{prefix}{key}.")
-        else:
-            found.append((f"{prefix}{key}", value))
-    return found
-
-
-def _own_batch_sizes(merged: _Merge, facts: TrainerFacts) -> None:
+def _own_batch_sizes(merged: Merge, facts: TrainerFacts) -> None:
     """Rows per rank, accumulation and the global batch must fit together and to the Trainer.
 
     The Trainer counts accumulation, so the engine is always told 1: it then neither divides the loss a second time nor
     keeps a counter that could disagree at the end of an epoch.
     """
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        value = merged.get(key, AUTO)
+        if value != AUTO and (not isinstance(value, int) or value < 1):
+            raise MisconfigurationException(f"The DeepSpeed config sets {key}={value!r}: a number from 1 on is needed.")
     accumulate = facts.accumulate_grad_batches
-    merged.own(
-        "gradient_accumulation_steps", accumulate, f"Trainer(accumulate_grad_batches={accumulate})"
-    )
-    micro, total = (
-        merged.get(key, AUTO) for key in ("train_micro_batch_size_per_gpu", "train_batch_size")
-    )
+    merged.own("gradient_accumulation_steps", accumulate, f"Trainer(accumulate_grad_batches={accumulate})")
+    total, micro = merged.get("train_batch_size", AUTO), merged.get("train_micro_batch_size_per_gpu", AUTO)
     if facts.batch_size is not None:
-        merged.own("train_micro_batch_size_per_gpu", facts.batch_size, f"the train loader (batch size per rank)")
+        merged.own("train_micro_batch_size_per_gpu", facts.batch_size, "the train loader (batch size per rank)")
         micro = facts.batch_size
     elif micro == AUTO:
-        micro = 1 if total == AUTO else max(int(total) // (accumulate * facts.world_size), 1)
+        micro = 1 if total == AUTO else max(total // (accumulate * facts.world_size), 1)
     product = micro * accumulate * facts.world_size
     if total not in (AUTO, product):
         raise MisconfigurationException(
-            f"The DeepSpeed config sets train_batch_size={total}, but batch size per rank x accumulate_grad_batches x"
-            f" ranks = {micro} x {accumulate} x {facts.world_size} = {product}. Correct one of them, or leave"
+            f"The DeepSpeed config sets train_batch_size={total}, but batch size per rank * accumulate_grad_batches *"
+            f" ranks is {micro}*{accumulate}*{facts.world_size}={product}. Correct one of them, or leave"
             " train_batch_size out."
         )
     merged.set("train_micro_batch_size_per_gpu", micro)
@@ -204,7 +129,7 @@ def _own_batch_sizes(merged: _Merge, facts: TrainerFacts) -> None:
     merged.pop("train_batch_size")
 
 
-def _own_clipping(merged: _Merge, facts: TrainerFacts) -> None:
+def _own_clipping(merged: Merge, facts: TrainerFacts) -> None:
     """The engine clips; the Trainer's value, where there is one, is the one that counts."""
     value = facts.gradient_clip_val
     if value is None:
@@ -213,12 +138,12 @@ def _own_clipping(merged: _Merge, facts: TrainerFacts) -> None:
         merged.own("gradient_clipping", float(value), f"Trainer(gradient_clip_val={value})")
 
 
-def _own_precision(merged: _Merge, facts: TrainerFacts) -> None:
+def _own_precision(merged: Merge, facts: TrainerFacts) -> None:
     for section, precisions in (("fp16", ("16-mixed", "16-true")), ("bf16", ("bf16-mixed", "bf16-true"))):
-        if section in merged.config and isinstance(merged.config[section], dict):
+        if section in merged.config:
             merged.own(f"{section}.enabled", facts.precision in precisions, f"Trainer(precision={facts.precision!r})")
-        if section in merged.config and facts.precision not in precisions:
-            merged.pop(section)
+            if facts.precision not in precisions:
+                merged.pop(section)
     for section in ("amp", "torch_autocast"):
         if merged.get(f"{section}.enabled") is True:
             raise MisconfigurationException(
@@ -227,7 +152,7 @@ def _own_precision(merged: _Merge, facts: TrainerFacts) -> None:
             )
 
 
-def _own_zero_section(merged: _Merge, options: ZeROOptions, facts: TrainerFacts, sizes: Sizes) -> None:
+def _own_zero_section(merged: Merge, options: ZeROOptions, facts: TrainerFacts, sizes: Sizes) -> None:
     zero = "zero_optimization."
     merged.own(zero + "stage", options.stage, f"ZeROStrategy(stage={options.stage})")
     merged.argument(zero + "contiguous_gradients", options.contiguous_gradients, "contiguous_gradients", True)
@@ -248,7 +173,7 @@ def _own_zero_section(merged: _Merge, options: ZeROOptions, facts: TrainerFacts,
         merged.own(zero + "zero_quantized_gradients", plus.quantized_gradients, "ZeroPlusPlus")
 
 
-def _own_stage3(merged: _Merge, options: ZeROOptions, sizes: Sizes) -> None:
+def _own_stage3(merged: Merge, options: ZeROOptions, sizes: Sizes) -> None:
     prefix = "zero_optimization.stage3_"
     merged.argument(prefix + "prefetch_bucket_size", options.prefetch_elements, "prefetch_elements", sizes.prefetch)
     merged.argument(
@@ -256,17 +181,20 @@ def _own_stage3(merged: _Merge, options: ZeROOptions, sizes: Sizes) -> None:
     )
     # A parameter is released after its forward only if its next use is farther away than the reuse distance, so 0 gives
     # the ZeRO-3 of the paper (gathered twice, 3 psi) and a distance beyond the model keeps it until backward (2 psi).
-    if options.reshard_after_forward is None:
-        merged.default(prefix + "max_reuse_distance", 0)
-        merged.default(prefix + "max_live_parameters", sizes.live_when_resharded)
+    reshard = options.reshard_after_forward
+    distance = sizes.all_live if reshard is False else 0
+    if reshard is None:
+        merged.default(prefix + "max_reuse_distance", distance)
     else:
-        reshard = options.reshard_after_forward
-        owner = f"reshard_after_forward={reshard}"
-        merged.own(prefix + "max_reuse_distance", 0 if reshard else sizes.all_live, owner)
-        merged.own(prefix + "max_live_parameters", sizes.live_when_resharded if reshard else sizes.all_live, owner)
+        merged.own(prefix + "max_reuse_distance", distance, f"reshard_after_forward={reshard}")
+    # Prefetching goes on at every module, also at those without parameters, and keeps what it finds still there: only
+    # this limit keeps it from holding the whole model. Two windows: one in use, one on its way.
+    window = merged.get(prefix + "prefetch_bucket_size")
+    limit = 2 * int(window) if isinstance(window, (int, float)) else 2 * sizes.prefetch
+    merged.default(prefix + "max_live_parameters", sizes.all_live if reshard is False else limit)
 
 
-def _own_offload(merged: _Merge, offload: Offload | None) -> None:
+def _own_offload(merged: Merge, offload: Offload | None) -> None:
     if offload is None:
         return
     for section, device in (("offload_optimizer", offload.optimizer), ("offload_param", offload.parameters)):
@@ -283,7 +211,7 @@ def _own_offload(merged: _Merge, offload: Offload | None) -> None:
         merged.own("zero_optimization.offload_optimizer.ratio", offload.ratio, repr(offload))
 
 
-def _own_activation_checkpointing(merged: _Merge, options: ZeROOptions) -> None:
+def _own_activation_checkpointing(merged: Merge, options: ZeROOptions) -> None:
     checkpointing = options.activation_checkpointing
     if checkpointing is None:
         return

@@ -5,6 +5,7 @@ Only two are ever needed for training: ``cpu_adam`` (CPU Adam on an offloaded pa
 
 import fcntl
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -86,7 +87,8 @@ def _raise_together(op: Op, failure: str | None) -> None:
 
 
 def _missing_tool() -> str | None:
-    compiler = os.environ.get("CXX", "c++")
+    # CXX may hold more than the compiler: "ccache g++".
+    compiler = (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler ({compiler!r} is not on the PATH)"
     if shutil.which("ninja") is None and not _ninja_module():
@@ -112,8 +114,8 @@ def _is_cached(op: Op) -> bool:
 def _build_lock(op: Op) -> Iterator[None]:
     """Hold the machine's right to build ``op``, and clear the lock file that a killed build has left.
 
-    torch marks a running build by an empty file, which a killed process never removes: every later run would wait for it
-    without a word. A lock of the kernel (flock) ends with its process, so whoever holds it knows that none of ours
+    torch marks a running build by an empty file, which a killed process never removes: every later run would wait for
+    it without a word. A lock of the kernel (flock) ends with its process, so whoever holds it knows that none of ours
     builds; a build of somebody else's shows itself by a process that works in the folder.
     """
     directories = [Path(_compat.op_build_directory(part)) for part in _PARTS[op]]

@@ -1,26 +1,24 @@
 """Which optimizers may run on flat partitions, and which one runs on an offloaded partition.
 
-ZeRO gives the optimizer one flat slice of all parameters per rank. An update that treats every element alone (SGD, Adam)
-does not notice; one that looks at a tensor's shape or at the whole model (Adafactor, Muon, LAMB, L-BFGS) would train
-something else without an error. Well-known ones are judged by name, all others by a trial on small tensors.
+ZeRO gives the optimizer one flat slice of all parameters per rank. An update that treats every element alone (SGD,
+Adam) does not notice; one that looks at a tensor's shape or at the whole model (Adafactor, Muon, LAMB, L-BFGS) would
+train something else without an error. Well-known ones are judged by name, all others by a trial on small tensors.
 """
 
-import copy
-from collections import defaultdict
+import re
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 
-_ELEMENTWISE = frozenset(
-    f"torch.optim.{name}"
-    for name in (
-        "SGD ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop".split()
-    )
-)
+from lightning_shard.zero.trial import NotElementwise, try_on_slices
+
+_ELEMENTWISE = frozenset("SGD ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop".split())
+"""Classes of torch.optim that update each element alone."""
+
 _SHAPE_DEPENDENT = {
     "adafactor": "it factors second moments over rows and columns",
     "muon": "it orthogonalises whole matrices",
@@ -32,6 +30,8 @@ _SHAPE_DEPENDENT = {
     "came": "it factors second moments over rows and columns",
     "kfac": "it preconditions whole layers",
 }
+"""Words in the names of well-known optimizers that are not elementwise, and why."""
+
 _REMEDY = (
     "Choose an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...), or a strategy that keeps whole tensors"
     " together with this optimizer (for example 'ddp')."
@@ -57,77 +57,29 @@ def check_elementwise(optimizer: Optimizer, device: torch.device) -> None:
             f"{name} evaluates the loss several times in one step through a closure, which ZeRO's engine does not do."
             f" {_REMEDY}"
         )
-    if kind.__module__.startswith("torch.optim") and f"torch.optim.{name}" in _ELEMENTWISE:
+    if kind is getattr(torch.optim, name, None) and name in _ELEMENTWISE:
         return
     if kind.__module__.startswith("deepspeed.ops.") and name in ("FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPULion"):
         return
     for word, reason in _SHAPE_DEPENDENT.items():
-        if word in name.lower():
+        if _names_word(name, word):
             raise MisconfigurationException(
                 f"{name} cannot run under ZeRO: {reason}, but ZeRO gives it flat slices of all parameters, on which it"
                 f" would train something else without an error. {_REMEDY}"
             )
-    _try_on_slices(optimizer, device)
-
-
-def _try_on_slices(optimizer: Optimizer, device: torch.device) -> None:
-    """Three steps on two small tensors, whole and cut into the slices that two ranks would hold."""
-    name = type(optimizer).__name__
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(6, 4), (5,)]
-    start = [torch.randn(shape, generator=generator) for shape in shapes]
-    gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(3)]
     try:
-        whole = _trial(optimizer, start, gradients, device)
-    except Exception as error:
-        raise MisconfigurationException(
-            f"{name} is not known to be elementwise, and trying it on two small tensors failed:"
-            f" {type(error).__name__}: {error}. {_REMEDY}"
-        ) from error
-    expected = _flat(whole)
-    half = (expected.numel() + 1) // 2
-    try:
-        slices = [
-            _trial(
-                optimizer,
-                [_flat(start)[begin : begin + half]],
-                [[_flat(step)[begin : begin + half]] for step in gradients],
-                device,
-            )
-            for begin in (0, half)
-        ]
-    except Exception as error:
-        raise MisconfigurationException(
-            f"{name} cannot run under ZeRO: it works on whole tensors, but failed on flat slices of them with"
-            f" {type(error).__name__}: {error}. {_REMEDY}"
-        ) from error
-    difference = float((_flat([tensor for part in slices for tensor in part]) - expected).abs().max())
-    if not difference <= 1e-6 * max(1.0, float(expected.abs().max())):
-        raise MisconfigurationException(
-            f"{name} cannot run under ZeRO: three steps on flat slices of two small tensors gave weights that differ by"
-            f" {difference:.1e} from three steps on the whole tensors, so its update is not elementwise. {_REMEDY}"
-        )
+        try_on_slices(optimizer, device)
+    except NotElementwise as error:
+        raise MisconfigurationException(f"{name} {error}. {_REMEDY}") from error.__cause__
 
 
-def _trial(
-    optimizer: Optimizer, start: list[Tensor], gradients: list[list[Tensor]], device: torch.device
-) -> list[Tensor]:
-    """The weights after ``gradients`` under a copy of ``optimizer`` with the settings of its first group."""
-    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    parameters = [nn.Parameter(tensor.clone().to(device)) for tensor in start]
-    trial = copy.copy(optimizer)
-    trial.state = defaultdict(dict)
-    trial.param_groups = [{**copy.deepcopy(settings), "params": parameters}]
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step, strict=True):
-            parameter.grad = gradient.clone().to(device)
-        # Not `trial.step`: a learning-rate scheduler has wrapped the instance's own step to count calls.
-        type(trial).step(trial)
-    return [parameter.detach().cpu() for parameter in parameters]
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def _names_word(name: str, word: str) -> bool:
+    """Whether ``word`` is a word of a class name: in ``FusedLAMB`` and ``Lamb8bit``, but not in ``LambdaSGD``."""
+    for match in re.finditer(word, name, re.IGNORECASE):
+        before, after = name[: match.start()][-1:], name[match.end() :][:1]
+        if not after.islower() and (not before.isalpha() or match.group()[0].isupper()):
+            return True
+    return False
 
 
 def check_no_early_state(optimizer: Optimizer) -> None:
@@ -217,7 +169,7 @@ def from_config_section(section: dict[str, Any], module: nn.Module) -> Optimizer
     """
     name = str(section.get("type"))
     params = dict(section.get("params") or {})
-    known = {entry.split(".")[-1].lower(): entry.split(".")[-1] for entry in _ELEMENTWISE}
+    known = {entry.lower(): entry for entry in _ELEMENTWISE}
     if name.lower() not in known:
         raise MisconfigurationException(
             f"The DeepSpeed config's optimizer.type={name!r} is not one that ZeROStrategy can build. Choose one of"

@@ -52,8 +52,8 @@ def configure_optimizer(
     """
     optimizer, schedulers = _read(module, config)
     check_optimizer_parameters(module, optimizer)
-    optimizers.check_elementwise(optimizer, device)
     optimizers.check_no_early_state(optimizer)
+    optimizers.check_elementwise(optimizer, device)
     chosen = _without_frozen_groups(_for_offload(optimizer, config, offload, device, ensure_op))
     if chosen is not optimizer:
         _compat.pretend_stepped(optimizer)
@@ -114,11 +114,18 @@ def _scheduler_from_section(section: Mapping[str, Any] | None, optimizer: Optimi
     from deepspeed.runtime import lr_schedules
 
     name, params = str(section.get("type")), dict(section.get("params") or {})
-    kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
-    if not isinstance(kind, type):
+    known = dict.fromkeys(lr_schedules.VALID_LR_SCHEDULES, lr_schedules)
+    kind = getattr(known.get(name, torch.optim.lr_scheduler), name, None)
+    if name not in known and not (isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler)):
         raise MisconfigurationException(
             f"The DeepSpeed config's scheduler.type={name!r} is neither one of DeepSpeed's schedulers"
-            f" ({', '.join(lr_schedules.VALID_LR_SCHEDULES)}) nor one of torch.optim.lr_scheduler."
+            f" ({', '.join(known)}) nor one of torch.optim.lr_scheduler. Choose one of them, or return a scheduler from"
+            " `configure_optimizers`."
+        )
+    if kind is torch.optim.lr_scheduler.ReduceLROnPlateau:
+        raise MisconfigurationException(
+            f"The DeepSpeed config's scheduler.type={name!r} waits for a metric, which a config cannot name. Return it"
+            " from `configure_optimizers` with its 'monitor'."
         )
     try:
         scheduler = kind(optimizer, **params)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-_SMALLEST_USEFUL_BUCKET = 5_000_000
+_SMALLEST_USEFUL_BUCKET = 500_000
 _LARGEST_BUCKET = 200_000_000
 _LARGEST_PREFETCH = 50_000_000
 _LARGEST_PERSISTENT = 100_000
-_ENGINE_MAX_LIVE = 1_000_000_000
+_ENGINE_DISTANCE = 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,9 @@ class Sizes:
     """The engine's size knobs, all in elements."""
 
     bucket: int
-    """Gradients reduced, and parameters gathered, at once: a sixteenth of the model, but large enough to use the link
-    (5e6, or the whole model if it is smaller) and at most 2e8. Even, as the engine asks."""
+    """Gradients reduced, and parameters gathered, at once: a sixteenth of the model, so that the bucket stays small
+    beside a rank's share of the gradients, but large enough to use the link (5e5, or the whole model if it is smaller)
+    and at most 2e8. Even, as the engine asks."""
 
     prefetch: int
     """Parameters that stage 3 gathers ahead of their use: a tenth of the model, at most 5e7."""
@@ -31,11 +32,9 @@ class Sizes:
     """Stage 3 keeps parameters up to this size whole on every rank, since gathering them costs more than holding them:
     a thousandth of the model, at most 1e5."""
 
-    live_when_resharded: int
-    """Gathered parameters that stage 3 may hold at once while it reshards after forward."""
-
     all_live: int
-    """A count that no model reaches within one step: nothing is released between forward and backward."""
+    """A count that no model reaches within one step, so that nothing is released between forward and backward; for
+    models that it suits, the engine's own default."""
 
 
 def sizes_for(elements: int) -> Sizes:
@@ -50,8 +49,7 @@ def sizes_for(elements: int) -> Sizes:
         bucket=bucket + bucket % 2,
         prefetch=min(elements // 10, _LARGEST_PREFETCH),
         persistence=min(elements // 1000, _LARGEST_PERSISTENT),
-        live_when_resharded=_ENGINE_MAX_LIVE,
-        all_live=max(100 * elements, _ENGINE_MAX_LIVE),
+        all_live=max(100 * elements, _ENGINE_DISTANCE),
     )
 
 

@@ -96,21 +96,35 @@ def load_full_state_dict(
         MisconfigurationException: Naming the keys that are missing, unexpected or of another shape.
 
     """
-    from deepspeed.utils import safe_set_full_fp32_param
-
     targets = module.state_dict(keep_vars=True)
     _check_keys(targets, state, strict)
     optimized = _optimized_ids(zero_optimizer)
-    with torch.no_grad():
+    with torch.no_grad(), _compat.scalars_as_bytes():
         for name, target in targets.items():
             if name not in state or not isinstance(target, Tensor):
                 continue
-            value = state[name]
+            # Values of a large checkpoint are only read here, one at a time.
+            value = state[name].contiguous()
             with _gathered(target, write=True):
                 if target.numel() or not value.numel():
                     target.data.copy_(value)
             if id(target) in optimized:
-                safe_set_full_fp32_param(target, value.to(target.device, torch.float32))
+                _set_master(target, value.to(target.device, torch.float32))
+
+
+def _set_master(parameter: Tensor, value: Tensor) -> None:
+    """Write the fp32 master weights of ``parameter``, of which this rank holds a part."""
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    if not hasattr(parameter, "ds_id"):
+        safe_set_full_fp32_param(parameter, value)
+        return
+    # The engine's own way for whole values fails where the last partition is padded.
+    group = parameter.ds_process_group
+    elements = parameter.ds_tensor.numel()
+    padded = value.new_zeros(elements * torch.distributed.get_world_size(group))
+    padded[: value.numel()] = value.flatten()
+    safe_set_local_fp32_param(parameter, padded[elements * torch.distributed.get_rank(group) :][:elements])
 
 
 def _check_keys(targets: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
@@ -121,7 +135,7 @@ def _check_keys(targets: Mapping[str, Any], state: Mapping[str, Any], strict: bo
     if strict and unexpected:
         problems.append(f"unexpected: {', '.join(unexpected)}")
     for name in targets.keys() & state.keys():
-        if isinstance(targets[name], Tensor) and isinstance(state[name], Tensor):
+        if isinstance(targets[name], Tensor) and hasattr(state[name], "shape"):
             here, there = full_shape(targets[name]), tuple(state[name].shape)
             if here != there:
                 problems.append(f"{name} has shape {there} in the checkpoint and {here} in the module")

@@ -1,6 +1,7 @@
 """Save, resume and consolidate in the engine's own format."""
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,29 @@ from tests.strategies.zero_modules import STAGES, ZERO_NAMES, Classifier, Traine
 pytestmark = pytest.mark.ranks
 
 
-class State(pl.Callback):
-    """Records losses, and whole weights and optimizer states at the end of training."""
+@dataclass
+class State:
+    """Losses of a run, and whole weights and optimizer states at its end."""
 
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+
+class Recorder(pl.Callback):
     def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.weights: dict[str, Tensor] = {}
-        self.optimizer: dict[str, dict[str, Tensor]] = {}
+        self.state = State()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"].detach().clone()
-        self.losses.append(float(trainer.strategy.reduce(loss, reduce_op="mean")))
+        self.state.losses.append(float(trainer.strategy.reduce(loss, reduce_op="mean")))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         if isinstance(trainer.strategy, ZeROStrategy):
-            self.weights = trainer.strategy.full_state_dict()
-            self.optimizer = trainer.strategy.full_optimizer_state()
+            self.state.weights = trainer.strategy.full_state_dict()
+            self.state.optimizer = trainer.strategy.full_optimizer_state()
         else:
-            self.weights = {name: value.clone() for name, value in module.state_dict().items()}
+            self.state.weights = {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def rows(batches: list[Any], rank: int, world_size: int) -> DataLoader:
@@ -63,7 +69,7 @@ def fit(
     """Train, on every rank of a running job; optionally resume before and save after."""
     import os
 
-    recorded = State()
+    recorded = Recorder()
     callbacks = [recorded, *settings.pop("callbacks", [])]
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -80,7 +86,7 @@ def fit(
     trainer.fit(module, rows(batches, int(os.environ.get("RANK", 0)), world_size), ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)
-    return recorded
+    return recorded.state
 
 
 def seeded(make: Any) -> pl.LightningModule:
@@ -330,8 +336,8 @@ def test_wrong_paths_are_one_clear_line(tmp_path: Path) -> None:
     def save() -> None:
         fit("zero2", Classifier(), classes(1), 1, save=tmp_path / "c")
 
-    def resume(path: Path, strategy: str = "zero2", world_size: int = 2) -> None:
-        fit(strategy, Classifier(), classes(1, rows=12), 2, ckpt_path=path, world_size=world_size)
+    def resume(path: Path, strategy: str = "zero2", ranks: int = 2) -> None:
+        fit(strategy, Classifier(), classes(1, rows=12), 2, ckpt_path=path, world_size=ranks)
 
     run_distributed(save, 2)
     (tmp_path / "empty").mkdir()
@@ -345,7 +351,7 @@ def test_wrong_paths_are_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="written by ZeRO stage 2 and cannot be loaded at stage 3"):
         run_distributed(resume, 2, tmp_path / "c", "zero3")
     with pytest.raises(RankFailed, match="written by 2 ranks and cannot be loaded on 3"):
-        run_distributed(resume, 3, tmp_path / "c", world_size=3)
+        run_distributed(resume, 3, tmp_path / "c", ranks=3)
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -162,6 +162,13 @@ def scalars_as_bytes() -> TorchFunctionMode:
     return _BytesOfScalars()
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` came from ``torch.compile``; the wrapper's class is not public."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
+
+
 def restore_linear() -> None:
     """Undo stage 3's replacement of ``torch.nn.functional.linear``, which would outlive the run."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
@@ -178,6 +185,7 @@ def end_training(engine: Any) -> None:
     """
     for hook in getattr(engine.optimizer, "_grad_acc_hooks", []):
         hook.remove()
+    vars(engine.module).pop("zero_grad", None)  # from `discard_at_zero_grad`
 
 
 _HOOK_TABLES = (
@@ -206,7 +214,6 @@ def remove_engine_hooks(module: nn.Module) -> None:
                 owner = getattr(getattr(hook, "hook", hook), "__module__", None) or ""
                 if owner.startswith("deepspeed."):
                     del hooks[key]
-    vars(module).pop("zero_grad", None)  # from `discard_at_zero_grad`
 
 
 # --- DeepSpeed: the engine's partitions ---
@@ -360,11 +367,25 @@ def discard_at_zero_grad(engine: Any, strategy: Any) -> None:
         entry.zero_grad = zero_grad
 
 
+def before_reduction(zero_optimizer: Any, check: Callable[[], None], every_bucket: bool) -> None:
+    """Call ``check`` before gradients are reduced: at the end of a backward, or below stage 3 before every bucket."""
+    name = "independent_gradient_partition_epilogue"
+    if every_bucket and hasattr(zero_optimizer, "reduce_ipg_grads"):
+        name = "reduce_ipg_grads"
+    reduce = getattr(zero_optimizer, name)
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        check()
+        reduce(*args, **kwargs)
+
+    setattr(zero_optimizer, name, checked)
+
+
 def begin_backward(zero_optimizer: Any) -> None:
     """Tell the engine that another backward begins.
 
-    It counts backwards at forward, and one ``training_step`` is one forward to it: stage 3 would let the second backward
-    of a step overwrite the gradients of the first.
+    It counts backwards at forward, and one ``training_step`` is one forward to it: stage 3 would let the second
+    backward of a step overwrite the gradients of the first.
     """
     zero_optimizer.clear_backward_seen_flag()
 
@@ -409,3 +430,57 @@ def op_is_loaded(name: str) -> bool:
 
 
 _OP_BUILDERS = {"async_io": "AsyncIOBuilder", "cpu_adam": "CPUAdamBuilder"}
+
+
+# --- DeepSpeed: NVMe ---
+
+
+@contextmanager
+def swapped_in(zero_optimizer: Any, group: int, write_back: bool) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """One partition group's flat fp32 slice and its optimizer state in memory, whether or not it lives on NVMe.
+
+    With ``write_back`` the changed values go to NVMe and to the parameters. The engine has public getters and setters
+    for single states that exist already, but none for a whole group or a state that is new.
+    """
+    swappable = zero_optimizer._swappable_optimizer_subgroup(group)
+    flat = zero_optimizer.fp32_partitioned_groups_flat[group]
+    if swappable:
+        zero_optimizer._optimizer_states_and_gradient_swap_in(group)
+    try:
+        yield flat, zero_optimizer.optimizer.state[flat]
+        if write_back:
+            zero_optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    finally:
+        if swappable and write_back:
+            # What the swapper knew about earlier state tensors does not hold for the new ones.
+            info = zero_optimizer.optimizer_swapper.swap_params_info[flat.ds_id]
+            del info.tensors[1:]
+            info.has_state_tensors = False
+            zero_optimizer._optimizer_states_and_gradient_swap_out(group)
+        elif swappable:
+            zero_optimizer._release_swap_buffers(group)
+
+
+def gather_persistent(zero_optimizer: Any) -> None:
+    """Refresh the parameters that stage 3 keeps whole, as the engine does at the end of a step."""
+    if zero_optimizer.persistent_parameters:
+        zero_optimizer.persistent_parameters[0].all_gather(zero_optimizer.persistent_parameters)
+
+
+def keep_gradients_in_memory(zero_optimizer: Any) -> None:
+    """Leave gradients in the CPU buffer that holds them anyway, instead of writing them to NVMe and reading them back.
+
+    The engine reads a parameter's gradient to its place in the flat gradient by direct I/O. Where that place is no
+    multiple of a disk block (any parameter behind one of odd size), the read goes wrong without an error and the run
+    trains on other gradients.
+    """
+    swapper = getattr(zero_optimizer, "optimizer_swapper", None)
+    if swapper is None:
+        return
+
+    def keep(parameter: Any, gradient_offsets: list[int], gradient_tensors: list[torch.Tensor]) -> None:
+        info = swapper.swap_params_info.get(parameter.ds_id)
+        if info is not None:
+            info.unswapped_gradients.update(zip(gradient_offsets, gradient_tensors, strict=True))
+
+    swapper.swap_out_gradients = keep

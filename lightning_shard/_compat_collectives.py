@@ -10,16 +10,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 # Functional collectives name their group; the table of names has no public door.
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import ProcessGroup
 
 Operation = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather", "scatter", "send"
 ]
 
-_EVENTS: dict[str, tuple[Operation, int]] = {  # operator -> what it is, and the argument whose elements are counted
+# operator -> what it is, and which argument's elements are counted
+_COLLECTIVES: dict[str, tuple[Operation, int]] = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::allreduce_coalesced_": ("all_reduce", 0),
     "c10d::allgather_": ("all_gather", 0),
@@ -61,6 +62,7 @@ _NOT_COUNTED = {
     "c10d::recv_any_source_",
     "_c10d_functional::irecv",
     "_c10d_functional::wait_tensor",
+    "_c10d_functional::_wrap_tensor_autograd",  # waits, too
 }
 
 
@@ -102,13 +104,11 @@ def read_collectives(operator: Any, args: tuple[Any, ...]) -> Iterator[Collectiv
         sent = [tensor for kind, tensor in zip(args[0], args[3], strict=True) if kind == "isend"]
         yield from _collectives("send", sent, _group_size(args[4]), whole=True)
         return
-    if name not in _EVENTS:
-        raise NotImplementedError(f"{name} communicates, but what it moves is not known: its traffic cannot be counted.")
-    operation, counted = _EVENTS[name]
+    if name not in _COLLECTIVES:
+        raise NotImplementedError(f"{name} communicates in a way that is not known here: it cannot be counted.")
+    operation, counted = _COLLECTIVES[name]
     functional = operator.namespace == "_c10d_functional"
-    group = next(arg for arg in reversed(args) if isinstance(arg, (str, ProcessGroup, torch.ScriptObject))) if (
-        functional
-    ) else next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+    group = args[-1] if functional else next(arg for arg in args if isinstance(arg, torch.ScriptObject))
     whole = operation not in _OF_ONE_RANK and not name.startswith(_FUNCTIONAL_GATHER)
     yield from _collectives(operation, _tensors(args[counted]), _group_size(group), whole)
 
@@ -123,7 +123,8 @@ def _collectives(operation: Operation, tensors: Iterable[Tensor], ranks: int, wh
 
 def _group_size(group: Any) -> int:
     if isinstance(group, str):
-        group = _resolve_process_group(group)
+        name: Any = group
+        group = _resolve_process_group(name)
     elif isinstance(group, torch.ScriptObject):
         group = ProcessGroup.unbox(group)
     return int(group.size())

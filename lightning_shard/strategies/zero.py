@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,13 +25,16 @@ from lightning_shard import _compat
 from lightning_shard.config import ActivationCheckpointing, Offload, ZeroPlusPlus
 from lightning_shard.materialize import has_meta_tensors, materialize
 from lightning_shard.zero import ops, state
+from lightning_shard.zero.agreement import GradientAgreement
 from lightning_shard.zero.arguments import check_arguments, check_device
 from lightning_shard.zero.engine_checkpoints import EngineCheckpoints
-from lightning_shard.zero.engine_config import TrainerFacts, ZeROOptions, build_engine_config
-from lightning_shard.zero.guards import RequiresGradWatch, check_parameters
+from lightning_shard.zero.engine_config import ZeROOptions, build_engine_config
+from lightning_shard.zero.facts import read_trainer
+from lightning_shard.zero.guards import RequiresGradWatch, check_run, fails_alone, warn_of_skipped_step
 from lightning_shard.zero.nvme import NVMeStates, uses_nvme
-from lightning_shard.zero.setup_optimizer import configure_optimizer
+from lightning_shard.zero.setup_optimizer import configure_optimizer, promise_optimizer
 from lightning_shard.zero.sizing import count_elements, sizes_for
+from lightning_shard.zero.user_config import read_config
 
 
 class ZeROStrategy(DeepSpeedStrategy):
@@ -123,10 +125,11 @@ class ZeROStrategy(DeepSpeedStrategy):
                 timeout=timeout,
             )
         self._options = options
-        self._user_config: dict[str, Any] = self._load_config(config) or {}
+        self._user_config = read_config(config)
         # Lightning's guards ask for the stage before the Trainer is there to complete the configuration.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
         self._watch: RequiresGradWatch | None = None
+        self._agreement: GradientAgreement | None = None
 
     @property
     def stage(self) -> int:
@@ -169,11 +172,16 @@ class ZeROStrategy(DeepSpeedStrategy):
     # --- the module ---
 
     @override
+    def connect(self, model: "pl.LightningModule") -> None:
+        super().connect(model)
+        promise_optimizer(model, self._user_config)
+
+    @override
     def _init_config_if_needed(self) -> None:
         assert self.lightning_module is not None
         elements = count_elements(self.lightning_module.parameters())
         self.config = build_engine_config(
-            self._options, self._trainer_facts(), sizes_for(elements), self._user_config
+            self._options, read_trainer(self, self._user_config), sizes_for(elements), self._user_config
         )
         _compat.format_precision_config(
             config=self.config,
@@ -183,25 +191,6 @@ class ZeROStrategy(DeepSpeedStrategy):
             min_loss_scale=self.min_loss_scale,
             initial_scale_power=self.initial_scale_power,
             hysteresis=self.hysteresis,
-        )
-
-    def _trainer_facts(self) -> TrainerFacts:
-        module = self.lightning_module
-        assert module is not None
-        trainer = module.trainer
-        batch_keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
-        # Asking for the loader runs the user's hook once more, so only when there is something to compare.
-        batch_size = _compat.train_batch_size_per_rank(trainer) if any(k in self._user_config for k in batch_keys) else None
-        scheduler = self._user_config.get("scheduler", {}).get("params", {})
-        return TrainerFacts(
-            world_size=self.world_size,
-            precision=str(self.precision_plugin.precision),
-            accumulate_grad_batches=trainer.accumulate_grad_batches,
-            gradient_clip_val=trainer.gradient_clip_val,
-            batch_size=batch_size,
-            automatic_optimization=module.automatic_optimization,
-            device_type=self.root_device.type,
-            total_steps=int(trainer.estimated_stepping_batches) if "auto" in scheduler.values() else None,
         )
 
     @contextmanager
@@ -214,23 +203,35 @@ class ZeROStrategy(DeepSpeedStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.lightning_module is not None
         _compat.remove_engine_hooks(self.lightning_module)
-        check_parameters(self.lightning_module, str(self.precision_plugin.precision))
+        check_run(trainer, self.lightning_module, str(self.precision_plugin.precision), self.stage)
         for parameter in self.lightning_module.parameters():
             # Flat buffers hold values in the plain order (a channels-last weight, for one, has another).
             parameter.data = parameter.data.contiguous()
         if has_meta_tensors(self.lightning_module):
-            materialize(self.lightning_module, self.root_device, self._partition if self.zero_stage_3 else None)
+            materialize(self.lightning_module, self.root_device, self._partition_own if self.zero_stage_3 else None)
         super().setup(trainer)
         self._broadcast_buffers()
 
-    def _partition(self, submodule: nn.Module) -> None:
-        """Partition one submodule's own parameters, from rank 0's values, so that the next can be made."""
+    def _partition(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Partition parameters now, from rank 0's values and in the configuration's dtype."""
         import deepspeed
 
         self._init_config_if_needed()
-        if any(not hasattr(parameter, "ds_id") for parameter in submodule.parameters(recurse=False)):
+        whole = [parameter for parameter in parameters if not hasattr(parameter, "ds_id")]
+        for parameter in whole:
+            parameter.data = parameter.data.to(self.engine_dtype)
+        if whole:
             with _compat.scalars_as_bytes():
-                deepspeed.zero.Init(module=submodule, config_dict_or_path=self.config)
+                deepspeed.zero.Init(module=nn.ParameterList(whole), config_dict_or_path=self.config)
+
+    @property
+    def engine_dtype(self) -> torch.dtype:
+        """The dtype in which the engine computes, and holds the module's parameters."""
+        halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return next((dtype for section, dtype in halves.items() if section in self.config), torch.float32)
+
+    def _partition_own(self, submodule: nn.Module) -> None:
+        self._partition(submodule.parameters(recurse=False))
 
     def _broadcast_buffers(self) -> None:
         """Rank 0's buffers everywhere: the engine takes care of parameters only."""
@@ -244,6 +245,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert isinstance(model, pl.LightningModule)
         chosen = configure_optimizer(model, self.config, self._options.offload, self.root_device, self._ensure_op)
         self._setup_model_and_optimizer(model, chosen.optimizer)
+        _compat.keep_gradients_in_memory(self.deepspeed_engine.optimizer)
         _compat.state_for_partitions(self.deepspeed_engine.optimizer, chosen.optimizer)
         self._set_deepspeed_activation_checkpointing()
         self.optimizers = [self.deepspeed_engine.optimizer]
@@ -251,6 +253,8 @@ class ZeROStrategy(DeepSpeedStrategy):
             _compat.discard_at_zero_grad(self.deepspeed_engine, self)
         self.lr_scheduler_configs = chosen.schedulers
         self._watch = RequiresGradWatch(model)
+        if self.world_size > 1:
+            self._agreement = GradientAgreement(self.deepspeed_engine, model, self.root_device)
 
     @override
     def _setup_model_and_optimizer(
@@ -275,6 +279,12 @@ class ZeROStrategy(DeepSpeedStrategy):
 
         if uses_nvme(config):
             self._ensure_op("async_io")
+        if self.zero_stage_3 and self._options.zero_plus_plus is None:
+            # Left to the engine, the whole model would move to each device first (and fp32 parameters be stored as bf16
+            # on NVMe where the device lacks fp16). One at a time they pass through; the engine then skips buffers.
+            self._partition(model.parameters())
+            for buffer in model.buffers():
+                buffer.data = buffer.data.to(self.root_device)
         on_cuda = self.root_device.type == "cuda"
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with _compat.scalars_as_bytes(), _compat.adagrad_left_alone():
@@ -316,15 +326,8 @@ class ZeROStrategy(DeepSpeedStrategy):
         if not self.config.get("managed_gradient_accumulation", True):
             _compat.forget_gradients(self.deepspeed_engine.optimizer)
         if "fp16" not in self.config and _compat.skipped_step(self.deepspeed_engine.optimizer):
-            rank_zero_warn(
-                f"A gradient was infinite or not a number at global step {self._global_step()}: the engine left this"
-                " optimizer step out. Weights are unchanged; look for the cause if it happens again."
-            )
+            warn_of_skipped_step(self.lightning_module)
         return output
-
-    def _global_step(self) -> int:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.global_step
 
     # --- full tensors by name ---
 
@@ -362,8 +365,8 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def nvme_states(self) -> NVMeStates:
         """The optimizer states that live on NVMe; inactive without such an offload."""
-        _, optimizer = self.module_and_optimizer()
-        return NVMeStates(optimizer, self.global_rank)
+        module, optimizer = self.module_and_optimizer()
+        return NVMeStates(module, optimizer, self.global_rank)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -383,6 +386,12 @@ class ZeROStrategy(DeepSpeedStrategy):
     # --- the end ---
 
     @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # Callbacks may save on an exception, and the Trainer waits for all ranks after every save.
+        if not fails_alone(self.lightning_module):
+            super().barrier(*args, **kwargs)
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self.world_size > 1:
@@ -390,12 +399,19 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
+        module = self.lightning_module
+        if module is not None and has_meta_tensors(module):
+            # A refused module has nothing to move to the CPU, and the attempt would hide the refusal.
+            self._lightning_module = None
         super().teardown()
+        self._lightning_module = module
         if self.model is not self.lightning_module:
             # The engine stays: `trainer.save_checkpoint` and, at stage 3, a forward of the module work after the run.
             _compat.end_training(self.deepspeed_engine)
             _compat.restore_linear()
-        self._watch = None
+        if self._agreement is not None:
+            self._agreement.remove()
+        self._watch = self._agreement = None
 
     @classmethod
     @override

@@ -70,11 +70,11 @@ def sent_elements(call: Collective) -> float:
     return share * payload_elements(call)
 
 
-class TrafficCounter(TorchDispatchMode):
+class TrafficCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is active; made by :func:`count_traffic`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._calls: Counter[Collective] = Counter()
 
     @property

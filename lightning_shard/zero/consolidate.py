@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.zero import checkpoint as format
+from lightning_shard.zero.nvme import read_nvme_weights
 
 _ENGINE_KEYS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler"
@@ -65,17 +66,24 @@ def read_checkpoint(source: Path, lazy: bool) -> dict[str, Any]:
         raise FileNotFoundError(f"There is no checkpoint at {source}.")
     written = format.written_by(source)
     # The engine's conversion reports its progress on stdout, from every rank.
+    folder = source / format.TAG
     with redirect_stdout(io.StringIO()):
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(source), tag=format.TAG, lazy_mode=lazy)
+        if written.nvme_optimizer:
+            weights = read_nvme_weights(folder, written.world_size)
+        else:
+            weights = get_fp32_state_dict_from_zero_checkpoint(str(source), tag=format.TAG, lazy_mode=lazy)
         model_file = torch.load(
-            get_model_state_file(str(source / format.TAG), written.stage), map_location="cpu", weights_only=False
+            get_model_state_file(str(folder), written.stage), map_location="cpu", weights_only=False
         )
     whole = model_file["module"]
     if written.stage < 3:
         # Rank 0's file holds the whole module there; the engine's conversion leaves frozen parameters out at stage 1.
         weights.update({name: value for name, value in whole.items() if name not in weights})
     # The conversion makes every buffer fp32.
-    weights.update({name: whole[name] for name in model_file.get("buffer_names", ()) if name in weights})
+    weights.update({name: whole[name] for name in model_file.get("buffer_names", ())})
+    for name, owner in dict(model_file.get("shared_params") or {}).items():
+        if owner in weights:
+            weights.setdefault(name, weights[owner])
     contents = {key: value for key, value in model_file.items() if key not in _ENGINE_KEYS}
     contents["state_dict"] = weights
     return contents

@@ -207,6 +207,9 @@ def _own_offload(merged: Merge, offload: Offload | None) -> None:
         merged.own(f"{key}.pin_memory", offload.pin_memory, repr(offload))
         if device == "nvme":
             merged.own(f"{key}.nvme_path", offload.nvme_path, repr(offload))
+            # A parameter, its gradient and up to three states (AMSGrad's) are in memory at once; the engine's default
+            # of four would stop the first step of such an optimizer.
+            merged.default(f"{key}.buffer_count", 5)
     if offload.optimizer is not None and offload.ratio < 1.0:
         merged.own("zero_optimization.offload_optimizer.ratio", offload.ratio, repr(offload))
 

@@ -1,9 +1,58 @@
 """Checks before the first step, and one at every batch, for what the engine would get wrong without an error."""
 
+import sys
+
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
+
+from lightning_shard import _compat
+
+
+def check_run(trainer: "pl.Trainer", module: nn.Module, precision: str, stage: int) -> None:
+    """All checks that need no engine yet.
+
+    Args:
+        trainer: The Trainer.
+        module: The user's module.
+        precision: The Trainer's precision.
+        stage: The ZeRO stage.
+
+    Raises:
+        MisconfigurationException: Naming the setting, module or parameter, and the remedy.
+
+    """
+    check_trainer(trainer, precision)
+    check_modules(module, stage)
+    check_parameters(module, precision)
+
+
+def check_modules(module: nn.Module, stage: int) -> None:
+    """Refuse compiled modules at stage 3, and below it parameters that an earlier run has left partitioned.
+
+    Raises:
+        MisconfigurationException: Naming the module or the parameter.
+
+    """
+    if stage == 3:
+        for name, submodule in module.named_modules():
+            if _compat.is_compiled(submodule):
+                raise MisconfigurationException(
+                    f"Module {name!r} comes from torch.compile, which cannot trace through the hooks that gather"
+                    " parameters at stage 3. Leave it uncompiled, or use stage 1 or 2."
+                )
+        return
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise MisconfigurationException(
+                f"Parameter {name!r} is still partitioned by an earlier stage-3 run of this module, but stage={stage}"
+                " holds parameters whole. Save a checkpoint there and load it into a new module, or use stage 3 again."
+            )
 
 
 def check_parameters(module: nn.Module, precision: str) -> None:
@@ -19,16 +68,60 @@ def check_parameters(module: nn.Module, precision: str) -> None:
     """
     for name, parameter in module.named_parameters():
         dtype = parameter.dtype
-        if not (dtype.is_floating_point or not parameter.requires_grad) or dtype in (torch.float64, torch.complex64):
-            fits = False
+        if dtype.is_floating_point:
+            fits = dtype != torch.float64 and (precision != "32-true" or dtype == torch.float32)
         else:
-            fits = precision != "32-true" or dtype == torch.float32 or not dtype.is_floating_point
+            # Integers stay as they are; only numbers of the partitions' kind can be trained.
+            fits = not dtype.is_complex and not parameter.requires_grad
         if not fits:
             raise MisconfigurationException(
                 f"Parameter {name!r} has dtype {dtype}, but ZeRO holds all parameters of a run in one flat buffer of"
                 f" one dtype, and Trainer(precision={precision!r}) would change it silently. Convert the parameter, or"
                 " choose another precision."
             )
+
+
+def check_trainer(trainer: "pl.Trainer", precision: str) -> None:
+    """Refuse settings of the Trainer that the engine cannot follow.
+
+    Raises:
+        MisconfigurationException: Naming the setting and what works instead.
+
+    """
+    if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+        raise MisconfigurationException(
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}, gradient_clip_algorithm='value') does not work"
+            " under ZeRO: the engine clips the norm of all gradients, which no rank holds whole. Set"
+            " gradient_clip_algorithm='norm', or use strategy='ddp'."
+        )
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    works = ["32-true"]
+    if accelerator.is_bf16_supported():
+        works += ["bf16-mixed", "bf16-true"]
+    if accelerator.is_fp16_supported():
+        works += ["16-mixed", "16-true"]
+    if precision not in works:
+        raise MisconfigurationException(
+            f"Trainer(precision={precision!r}) does not work under ZeRO on this {accelerator.device_name()} device, which"
+            f" cannot compute in that dtype. Choose one of {', '.join(map(repr, works))}."
+        )
+
+
+def fails_alone(module: "pl.LightningModule | None") -> bool:
+    """Whether this rank is on its way out with an error, so that the others will not meet it in a collective."""
+    trainer = None if module is None else module._trainer
+    return trainer is not None and trainer.interrupted and not isinstance(sys.exc_info()[1], SIGTERMException)
+
+
+def warn_of_skipped_step(module: "pl.LightningModule | None") -> None:
+    """Say that the engine has left a step out."""
+    assert module is not None
+    rank_zero_warn(
+        f"A gradient was infinite or not a number at global step {module.trainer.global_step}: the engine left this"
+        " optimizer step out. Weights are unchanged; look for the cause if it happens again."
+    )
 
 
 def check_optimizer_parameters(module: nn.Module, optimizer: Optimizer) -> None:

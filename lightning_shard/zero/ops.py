@@ -133,6 +133,7 @@ def _somebody_builds_in(directory: Path) -> bool:
     """Whether a process works in ``directory`` (ninja and the compiler do, while they build)."""
     import psutil
 
+    directory = directory.resolve()
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and Path(process.cwd()) == directory:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -28,6 +28,25 @@ class Chosen:
 
     schedulers: list[LRSchedulerConfig]
     """The learning-rate schedulers, bound to ``optimizer``'s groups."""
+
+
+def promise_optimizer(module: "pl.LightningModule", config: Mapping[str, Any]) -> None:
+    """Let a module without ``configure_optimizers`` pass the Trainer's own check where the config has an optimizer.
+
+    Args:
+        module: The user's module, as the Trainer connects it. Reading the optimizer takes the promise back.
+        config: The user's DeepSpeed settings.
+
+    """
+    if "optimizer" in config and not is_overridden("configure_optimizers", module, pl.LightningModule):
+        module.configure_optimizers = _promised  # type: ignore[method-assign]
+
+
+def _promised() -> NoReturn:
+    raise MisconfigurationException(
+        "This module has no `configure_optimizers`: in its last run the DeepSpeed config's `optimizer` section took its"
+        " place. Add the method, or train again with such a config."
+    )
 
 
 def configure_optimizer(
@@ -76,6 +95,8 @@ def _without_frozen_groups(optimizer: Optimizer) -> Optimizer:
 
 
 def _read(module: "pl.LightningModule", config: Mapping[str, Any]) -> tuple[Optimizer, list[LRSchedulerConfig]]:
+    if vars(module).get("configure_optimizers") is _promised:
+        del module.configure_optimizers
     name = type(module).__name__
     sections = [section for section in ("optimizer", "scheduler") if section in config]
     if not is_overridden("configure_optimizers", module, pl.LightningModule):
@@ -115,7 +136,7 @@ def _scheduler_from_section(section: Mapping[str, Any] | None, optimizer: Optimi
 
     name, params = str(section.get("type")), dict(section.get("params") or {})
     known = dict.fromkeys(lr_schedules.VALID_LR_SCHEDULES, lr_schedules)
-    kind = getattr(known.get(name, torch.optim.lr_scheduler), name, None)
+    kind: Any = getattr(known.get(name, torch.optim.lr_scheduler), name, None)
     if name not in known and not (isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler)):
         raise MisconfigurationException(
             f"The DeepSpeed config's scheduler.type={name!r} is neither one of DeepSpeed's schedulers"

@@ -1,7 +1,7 @@
 """Bucket sizes that fit the model.
 
-The engine's own defaults (buckets of 5e8 elements, every parameter below 1e5 elements kept whole) are made for models of
-billions of parameters; on smaller ones the buckets outweigh the model and most parameters stay unpartitioned.
+The engine's own defaults (buckets of 5e8 elements, every parameter below 1e5 elements kept whole) are made for models
+of billions of parameters; on smaller ones the buckets outweigh the model and most parameters stay unpartitioned.
 """
 
 from collections.abc import Iterable

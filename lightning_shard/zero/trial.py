@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_STEPS = 12
-"""Enough for what an optimizer does only every ten steps."""
+_STEPS = 25
+"""Enough for what an optimizer does only every ten steps, or begins to do after some."""
 
-_LR = 0.1
-"""A scheduler's warm-up may have set the learning rate to 0 for now, under which all optimizers agree."""
+_LR = 1.0
+"""A scheduler's warm-up may have set the learning rate to 0 for now, under which all optimizers agree; and one that
+estimates its step size over the whole model needs a full step to see progress."""
 
 _SHAPES = ((6, 4), (5,))
 
@@ -99,12 +100,19 @@ def _compare(optimizer: Optimizer, settings: dict[str, Any], device: torch.devic
 
 
 def _problem(dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Two tensors, and their gradients for each step."""
+    """Two tensors, and their gradients for each step.
+
+    The gradients keep their direction for the most part: an optimizer that estimates its step size over the whole model
+    starts to use the estimate only once it makes progress.
+    """
     generator = torch.Generator().manual_seed(0)
-    tensors = [
-        [torch.randn(shape, generator=generator, dtype=dtype) for shape in _SHAPES] for _ in range(1 + _STEPS)
-    ]
-    return tensors[0], tensors[1:]
+
+    def draw() -> list[Tensor]:
+        return [torch.randn(shape, generator=generator, dtype=dtype) for shape in _SHAPES]
+
+    start, direction = draw(), draw()
+    noise = [draw() for _ in range(_STEPS)]
+    return start, [[base + 0.3 * extra for base, extra in zip(direction, step, strict=True)] for step in noise]
 
 
 def _train(

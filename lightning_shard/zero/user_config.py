@@ -45,9 +45,7 @@ def read_config(source: Mapping[str, Any] | str | Path | None) -> Config:
         )
     if not Path(source).is_file():
         problem = "is a folder, not a JSON file" if Path(source).is_dir() else "does not exist"
-        raise MisconfigurationException(
-            f"The DeepSpeed config '{source}' {problem}. Correct the path in {origin}."
-        )
+        raise MisconfigurationException(f"The DeepSpeed config '{source}' {problem}. Correct the path in {origin}.")
     try:
         settings = json.loads(Path(source).read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except ValueError as error:

@@ -6,10 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_shard.testing import run_distributed, split_rows
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_shard  # noqa: F401  (registers the names)
+from lightning_shard.testing import run_distributed, split_rows
 
 World = dict[str, Any]
 

@@ -1,0 +1,59 @@
+"""Every ZeRO name trains as one process does: losses, all weights on every rank, and optimizer states."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning_shard.testing import assert_same_training
+
+from tests.strategies.zero_modules import STAGES, ZERO_NAMES, Classifier, adamw, classes, sgd
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("name", ZERO_NAMES)
+@pytest.mark.parametrize("optimizer", [adamw(), sgd(momentum=0.9)], ids=["adamw", "sgd"])
+def test_five_steps_on_two_ranks(name: str, optimizer: Any) -> None:
+    assert_same_training(lambda: Classifier(optimizer), [name], classes(5))
+
+
+@pytest.mark.parametrize("name", [*STAGES, "zero3_offload_params"])
+def test_five_steps_on_four_ranks(name: str) -> None:
+    assert_same_training(lambda: Classifier(sgd(momentum=0.9)), [name], classes(5), world_size=4)
+
+
+@pytest.mark.parametrize("name", ZERO_NAMES)
+def test_bf16_stays_near_bf16_in_one_process(name: str) -> None:
+    report = assert_same_training(
+        lambda: Classifier(sgd(0.05)), [name], classes(5), precision="bf16-mixed", atol=2e-2, rtol=2e-2
+    )
+    assert report.strategies[name].loss_difference <= 1e-3 * max(report.losses)
+
+
+@pytest.mark.parametrize("name", ZERO_NAMES)
+def test_accumulation_and_clipping(name: str) -> None:
+    """Five batches in windows of two: the last window is short, and the Trainer steps at the epoch's end all the same."""
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    assert_same_training(lambda: Classifier(sgd()), [name], classes(5), trainer_kwargs=settings)
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Adadelta": {},
+    "Adagrad": {"lr": 0.1, "initial_accumulator_value": 0.1},
+    "Adam": {"amsgrad": True},
+    "Adamax": {},
+    "ASGD": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"lr": 1e-3, "momentum": 0.5},
+    "Rprop": {},
+}
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3", "zero3_offload"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_elementwise_optimizers(name: str, optimizer: str) -> None:
+    def make() -> Classifier:
+        return Classifier(lambda module: getattr(torch.optim, optimizer)(module.parameters(), **OPTIMIZERS[optimizer]))
+
+    assert_same_training(make, [name], classes(4))

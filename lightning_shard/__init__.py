@@ -10,6 +10,13 @@ from lightning_shard.zero.consolidate import consolidate_checkpoint
 
 __version__ = "0.1.0"
 
-__all__ = ["ActivationCheckpointing", "Offload", "ZeROStrategy", "ZeroPlusPlus", "__version__", "consolidate_checkpoint"]
+__all__ = [
+    "ActivationCheckpointing",
+    "Offload",
+    "ZeROStrategy",
+    "ZeroPlusPlus",
+    "__version__",
+    "consolidate_checkpoint",
+]
 
 register_strategies()

@@ -12,37 +12,34 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import _StrategyRegistry
 
 # Lightning's checks that its DeepSpeedStrategy runs; the CPU path replaces the methods that call them.
 from lightning.fabric.strategies.deepspeed import (
     _format_precision_config,
-    _validate_checkpoint_directory,
     _validate_device_index_selection,
 )
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 # The Trainer's own reading of `configure_optimizers`, with all its forms and warnings: there is no public name for it.
 from lightning.pytorch.core.optimizer import (
-    LightningOptimizer,
     _init_optimizers_and_lr_schedulers,
     _MockOptimizer,
 )
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.overrides import TorchFunctionMode
 
 StrategyRegistryType = _StrategyRegistry
 format_precision_config = _format_precision_config
 init_optimizers_and_lr_schedulers = _init_optimizers_and_lr_schedulers
-validate_checkpoint_directory = _validate_checkpoint_directory
 validate_device_index_selection = _validate_device_index_selection
 
 __all__ = [
-    "LightningOptimizer",
     "StrategyRegistryType",
+    "default_pg_timeout",
     "format_precision_config",
     "init_optimizers_and_lr_schedulers",
-    "validate_checkpoint_directory",
     "validate_device_index_selection",
 ]
 
@@ -130,7 +127,7 @@ def without_shm_op() -> Iterator[None]:
     import deepspeed.comm  # noqa: F401
 
     module = sys.modules["deepspeed.comm.torch"]
-    build = module.build_shm_op  # type: ignore[attr-defined]
+    build = module.build_shm_op
     module.build_shm_op = lambda: None  # type: ignore[attr-defined]
     try:
         yield
@@ -219,28 +216,34 @@ def remove_engine_hooks(module: nn.Module) -> None:
 # --- DeepSpeed: the engine's partitions ---
 
 
-def engine_can_leave_accumulation_to_caller() -> bool:
-    """Whether this DeepSpeed has ``managed_gradient_accumulation=false`` (older ones ignore the key silently)."""
-    from deepspeed import DeepSpeedEngine
-
-    return hasattr(DeepSpeedEngine, "managed_gradient_accumulation")
-
-
 def partition_groups(zero_optimizer: Any) -> list[list[nn.Parameter]]:
     """The optimized parameters, a list for each flat partition. Attribute names differ between the stages."""
     groups = getattr(zero_optimizer, "fp16_groups", None)
-    return groups if groups is not None else zero_optimizer.bit16_groups
+    found: list[list[nn.Parameter]] = zero_optimizer.bit16_groups if groups is None else groups
+    return found
+
+
+def own_elements(parameter: Any) -> int:
+    """Elements of a stage-3 parameter that this rank holds, padding included."""
+    return int(parameter.ds_tensor.ds_numel)
+
+
+def partition_process_group(parameter: Any) -> Any:
+    """The ranks over which a stage-3 parameter is partitioned."""
+    return parameter.ds_process_group
 
 
 def flat_partitions(zero_optimizer: Any) -> list[torch.Tensor]:
     """This rank's flat fp32 slice of each partition group: what the inner optimizer updates."""
     flat = getattr(zero_optimizer, "fp32_partitioned_groups_flat", None)
-    return flat if flat is not None else zero_optimizer.single_partition_of_fp32_groups
+    found: list[torch.Tensor] = zero_optimizer.single_partition_of_fp32_groups if flat is None else flat
+    return found
 
 
 def inner_optimizer(zero_optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer that updates the flat partitions."""
-    return zero_optimizer.optimizer
+    inner: torch.optim.Optimizer = zero_optimizer.optimizer
+    return inner
 
 
 @contextmanager
@@ -252,7 +255,7 @@ def adagrad_left_alone() -> Iterator[None]:
     that the rebuilding was for.
     """
     adagrad = torch.optim.Adagrad
-    torch.optim.Adagrad = type("HiddenAdagrad", (), {})  # type: ignore[misc]
+    torch.optim.Adagrad = type("HiddenAdagrad", (), {})  # type: ignore[misc,assignment]
     try:
         yield
     finally:
@@ -295,8 +298,8 @@ def link_optimizer_states(zero_optimizer: Any) -> None:
 def clear_stale_gradients(zero_optimizer: Any) -> None:
     """Zero the gradients of parameters that no backward since the last step has reached.
 
-    Stage 3 and every offload keep gradients in buffers that are only ever overwritten: a parameter without a gradient in
-    this step would be updated with the one of an earlier step. The norm for clipping would count it too.
+    Stage 3 and every offload keep gradients in buffers that are only ever overwritten: a parameter without a gradient
+    in this step would be updated with the one of an earlier step. The norm for clipping would count it too.
     """
     if hasattr(zero_optimizer, "fp16_groups"):
         _clear_stale_stage3(zero_optimizer)
@@ -368,9 +371,16 @@ def discard_at_zero_grad(engine: Any, strategy: Any) -> None:
 
 
 def before_reduction(zero_optimizer: Any, check: Callable[[], None], every_bucket: bool) -> None:
-    """Call ``check`` before gradients are reduced: at the end of a backward, or below stage 3 before every bucket."""
+    """Call ``check`` before gradients are reduced: at the end of a backward, or at stage 2 before every bucket.
+
+    Stage 1 reduces all buckets in one go, after its last backward.
+    """
     name = "independent_gradient_partition_epilogue"
-    if every_bucket and hasattr(zero_optimizer, "reduce_ipg_grads"):
+    # The attribute is there at stages 1 (false) and 2 (true) only.
+    partitions_gradients = getattr(zero_optimizer, "partition_gradients", None)
+    if partitions_gradients is False:
+        name = "reduce_gradients"
+    elif partitions_gradients and every_bucket:
         name = "reduce_ipg_grads"
     reduce = getattr(zero_optimizer, name)
 
@@ -393,11 +403,6 @@ def begin_backward(zero_optimizer: Any) -> None:
 def skipped_step(zero_optimizer: Any) -> bool:
     """Whether the engine left its last step out because a gradient was infinite or not a number."""
     return bool(getattr(zero_optimizer, "overflow", False))
-
-
-def gradients_are_clipped_to(engine: Any) -> float:
-    """The engine's gradient clipping norm; 0 for none."""
-    return float(engine.gradient_clipping())
 
 
 # --- C++ ops ---

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -96,7 +95,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = _compat.default_pg_timeout,
     ) -> None:
         options = ZeROOptions(
             stage=stage,
@@ -262,7 +261,7 @@ class ZeROStrategy(DeepSpeedStrategy):
     ) -> tuple[Any, Optimizer]:
         config = {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}
         self.model = self._initialize_engine(model, config, optimizer)
-        return self.model, self.model.optimizer
+        return self.deepspeed_engine, self.deepspeed_engine.optimizer
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:

@@ -36,7 +36,7 @@ class GradientAgreement:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 note = partial(self._note, len(self._names))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(note))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
                 self._names.append(name)
         # On CUDA every comparison waits for the device, so there is one at the end of backward; on a CPU one a bucket.
         _compat.before_reduction(engine.optimizer, self.check, every_bucket=device.type == "cpu")

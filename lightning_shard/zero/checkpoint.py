@@ -1,7 +1,7 @@
 """Checkpoints in the engine's own format: whole or absent, and refused in plain words where they cannot be loaded.
 
-A checkpoint is a folder: the engine's files under ``checkpoint/``, one or more for each rank, and ``lightning_shard.json``
-that says who wrote it.
+A checkpoint is a folder: the engine's files under ``checkpoint/``, one or more for each rank, and
+``lightning_shard.json``, which says who wrote it.
 """
 
 import json
@@ -116,9 +116,9 @@ def check_loadable(path: Path, stage: int, world_size: int) -> None:
         )
     if written.world_size != world_size:
         raise MisconfigurationException(
-            f"{path} was written by {written.world_size} ranks and cannot be loaded on {world_size}: the engine's format"
-            f" holds one partition for each rank. Use {written.world_size} ranks, or consolidate it to one file of plain"
-            f" weights: lightning_shard.consolidate_checkpoint({str(path)!r}, 'weights.ckpt')."
+            f"{path} was written by {written.world_size} ranks and cannot be loaded on {world_size}: the engine's"
+            f" format holds one partition for each rank. Use {written.world_size} ranks, or consolidate it to one file"
+            f" of plain weights: lightning_shard.consolidate_checkpoint({str(path)!r}, 'weights.ckpt')."
         )
 
 

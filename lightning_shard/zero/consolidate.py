@@ -90,7 +90,7 @@ def read_checkpoint(source: Path, lazy: bool) -> dict[str, Any]:
 
 
 def _own_memory(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor with memory of its own (slices of flat partitions would each drag the whole along), tied ones shared."""
+    """Each tensor with memory of its own, tied ones shared; a slice of a flat partition would drag all of it along."""
     made: dict[tuple[int, tuple[int, ...]], Tensor] = {}
     result = {}
     for name, tensor in weights.items():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard import _compat
 from lightning_shard.zero import checkpoint as format
@@ -100,8 +100,8 @@ class EngineCheckpoints:
         if fitting and not strategy.load_full_weights:
             raise MisconfigurationException(
                 f"{path} is one file of plain weights, without optimizer states of a ZeRO run. To train on from it with"
-                " a fresh optimizer, say so: ZeROStrategy(load_full_weights=True). To go on with the optimizer's states,"
-                " give the folder that a ZeRO run saved."
+                " a fresh optimizer, say so: ZeROStrategy(load_full_weights=True). To go on with the optimizer's"
+                " states, give the folder that a ZeRO run saved."
             )
         if fitting:
             rank_zero_warn(f"{path} holds no optimizer states of a ZeRO run: the optimizer starts afresh.")
@@ -138,8 +138,8 @@ class EngineCheckpoints:
         if error is None or isinstance(error, SIGTERMException) or self._strategy.world_size == 1:
             return False
         rank_zero_info(
-            f"Not saving a checkpoint after {type(error).__name__}: every rank writes its own part, and the others may be"
-            " waiting in another collective."
+            f"Not saving a checkpoint after {type(error).__name__}: every rank writes its own part, and the others may"
+            " be waiting in another collective."
         )
         return True
 

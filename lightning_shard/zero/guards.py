@@ -5,9 +5,9 @@ import sys
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -104,8 +104,8 @@ def check_trainer(trainer: "pl.Trainer", precision: str) -> None:
         works += ["16-mixed", "16-true"]
     if precision not in works:
         raise MisconfigurationException(
-            f"Trainer(precision={precision!r}) does not work under ZeRO on this {accelerator.device_name()} device, which"
-            f" cannot compute in that dtype. Choose one of {', '.join(map(repr, works))}."
+            f"Trainer(precision={precision!r}) does not work under ZeRO on this {accelerator.device_name()} device,"
+            f" which cannot compute in that dtype. Choose one of {', '.join(map(repr, works))}."
         )
 
 

@@ -1,8 +1,8 @@
 """Optimizer states on NVMe across a checkpoint.
 
-The engine copies its swap files into a checkpoint and back, but forgets which of them belong to the optimizer's state, and
-leaves out whatever was too small to be swapped: a resumed run goes on with Adam's moments and step count lost, silently.
-Here every rank writes its own partitions to plain files and puts them back.
+The engine copies its swap files into a checkpoint and back, but forgets which of them belong to the optimizer's state,
+and leaves out whatever was too small to be swapped: a resumed run goes on with Adam's moments and step count lost,
+silently. Here every rank writes its own partitions to plain files and puts them back.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import _compat
+from lightning_shard.zero.state import full_shape
 
 _FILE = "lightning_shard_nvme_rank_{rank}_group_{group}.pt"
 _WHOLE_FILE = "lightning_shard_nvme_whole.pt"
@@ -52,8 +53,8 @@ class NVMeStates:
             layout = []
             offset = 0
             for parameter in parameters:
-                elements = parameter.ds_tensor.ds_numel
-                layout.append((names[id(parameter)], tuple(parameter.ds_shape), offset, elements))
+                elements = _compat.own_elements(parameter)
+                layout.append((names[id(parameter)], full_shape(parameter), offset, elements))
                 offset += elements
             with _compat.swapped_in(self._zero, group, write_back=False) as (flat, state):
                 contents = {"layout": layout, "master": flat.detach().clone(), "state": _cloned(state)}
@@ -75,7 +76,8 @@ class NVMeStates:
             path = folder / _FILE.format(rank=self._rank, group=group)
             if not path.is_file():
                 raise FileNotFoundError(
-                    f"{path} is missing. Without it the optimizer's states, which lived on NVMe, would be lost silently."
+                    f"{path} is missing. Without it the optimizer's states, which lived on NVMe, would be lost"
+                    " silently."
                 )
             contents = torch.load(path, map_location="cpu", weights_only=True)
             with _compat.swapped_in(self._zero, group, write_back=True) as (flat, state):

@@ -3,7 +3,7 @@
 Every function is collective: all ranks call it with the same module, in the same order.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -81,9 +81,7 @@ def full_optimizer_state(module: nn.Module, zero_optimizer: Any) -> dict[str, di
     return result
 
 
-def load_full_state_dict(
-    module: nn.Module, zero_optimizer: Any | None, state: Mapping[str, Any], strict: bool
-) -> None:
+def load_full_state_dict(module: nn.Module, zero_optimizer: Any | None, state: Mapping[str, Any], strict: bool) -> None:
     """Put whole tensors into an engine's module and into its fp32 master weights.
 
     Args:
@@ -120,8 +118,8 @@ def _set_master(parameter: Tensor, value: Tensor) -> None:
         safe_set_full_fp32_param(parameter, value)
         return
     # The engine's own way for whole values fails where the last partition is padded.
-    group = parameter.ds_process_group
-    elements = parameter.ds_tensor.numel()
+    group = _compat.partition_process_group(parameter)
+    elements = _compat.own_elements(parameter)
     padded = value.new_zeros(elements * torch.distributed.get_world_size(group))
     padded[: value.numel()] = value.flatten()
     safe_set_local_fp32_param(parameter, padded[elements * torch.distributed.get_rank(group) :][:elements])
@@ -158,7 +156,7 @@ def _gather(parameter: nn.Parameter, optimized: bool) -> Tensor:
     from deepspeed.utils import safe_get_full_fp32_param
 
     if optimized:
-        full = safe_get_full_fp32_param(parameter)
+        full: Tensor | None = safe_get_full_fp32_param(parameter)
         assert full is not None
         return full
     with _gathered(parameter, write=False):
@@ -171,9 +169,3 @@ def _gathered(tensor: Tensor, write: bool) -> Any:
     import deepspeed
 
     return deepspeed.zero.GatheredParameters([tensor], modifier_rank=0 if write else None)
-
-
-def optimized_parameters(zero_optimizer: Any) -> Iterator[nn.Parameter]:
-    """The parameters that the engine updates, in the order of its partitions."""
-    for group in _compat.partition_groups(zero_optimizer):
-        yield from group

@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_shard import ZeROStrategy, consolidate_checkpoint
-from lightning_shard.testing import RankFailed, run_distributed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_shard import ZeROStrategy, consolidate_checkpoint
+from lightning_shard.testing import RankFailed, run_distributed
 from tests.strategies.zero_modules import STAGES, ZERO_NAMES, Classifier, Trained, adamw, classes, numbers, sgd
 
 pytestmark = pytest.mark.ranks
@@ -315,8 +315,13 @@ def test_evaluate_from_a_plain_file_and_from_a_folder(name: str, tmp_path: Path)
         import os
 
         trainer = pl.Trainer(
-            accelerator="cpu", devices=2, strategy=name, logger=False, enable_progress_bar=False,
-            use_distributed_sampler=False, enable_model_summary=False,
+            accelerator="cpu",
+            devices=2,
+            strategy=name,
+            logger=False,
+            enable_progress_bar=False,
+            use_distributed_sampler=False,
+            enable_model_summary=False,
         )
         loader = rows(classes(2), int(os.environ["RANK"]), 2)
         return trainer.validate(Classifier(), loader, ckpt_path=path, verbose=False)[0]["val_loss"]

@@ -1,17 +1,16 @@
 """ZeRO-Infinity: states on NVMe. Needs a compiler and libaio; the op compiles for minutes, so run `make test-nvme`."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning_shard import Offload, ZeROStrategy, consolidate_checkpoint
-from lightning_shard.testing import assert_same_training, run_distributed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_shard import Offload, ZeROStrategy, consolidate_checkpoint
+from lightning_shard.testing import assert_same_training, run_distributed
 from tests.strategies.test_zero_checkpoint import close, fit, reference, seeded
 from tests.strategies.zero_modules import Trained, adamw, classes, sgd
 
@@ -40,14 +39,14 @@ class Large(Trained):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        return F.cross_entropy(self.net(x) + self.still, y)
+        return F.cross_entropy((self.net(x) + self.still).float(), y)
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Iterator[Path]:
+def drive(tmp_path: Path) -> Path:
     path = tmp_path / "a local drive"
     path.mkdir()
-    yield path
+    return path
 
 
 def offloads(drive: Path) -> dict[str, Offload]:
@@ -123,12 +122,13 @@ def test_small_groups_stay_in_memory_and_come_back_too(drive: Path, tmp_path: Pa
         assert all(close(resumed.weights[key], value) for key, value in expected.weights.items())
 
 
-def test_bf16_and_the_registered_name(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_under_the_registered_name_equals_cpu_offload(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(drive)
     report = assert_same_training(
-        Large, ["zero3_nvme"], classes(5), precision="bf16-mixed", atol=1e-3, rtol=1e-2, timeout=TIMEOUT
-    )
-    assert report.strategies["zero3_nvme"].loss_difference <= 1e-3
+        lambda: Large(sgd(0.001)), ["zero3_nvme", "zero3_offload_params"], classes(5), precision="bf16-mixed",
+        atol=2e-2, rtol=2e-2, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert report.strategies["zero3_nvme"].losses == report.strategies["zero3_offload_params"].losses
     assert any(path.name.endswith(".swp") for path in drive.rglob("*"))
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_shard.testing import assert_same_training
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from lightning_shard.testing import assert_same_training
 from tests.strategies.zero_modules import STAGES, ZERO_NAMES, Classifier, Trained, adamw, classes, numbers, sgd
 
 pytestmark = pytest.mark.ranks

@@ -55,7 +55,8 @@ batches = DataLoader(torch.randn(16, 4), batch_size=2)
 FAILS = """
 if __name__ == "__main__":
     callbacks = [OnExceptionCheckpoint("saved on failure")] if sys.argv[3] == "saves" else []
-    trainer(sys.argv[1], callbacks=callbacks, enable_checkpointing=bool(callbacks)).fit(Module(int(sys.argv[2])), batches)
+    run = trainer(sys.argv[1], callbacks=callbacks, enable_checkpointing=bool(callbacks))
+    run.fit(Module(int(sys.argv[2])), batches)
 """
 
 TWO_RUNS = """

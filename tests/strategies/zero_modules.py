@@ -71,6 +71,15 @@ class Classifier(Trained):
         return self(batch[0])
 
 
+class Upcast(Classifier):
+    """Takes the loss in fp32, as careful bf16 modules do: the engine computes all of a bf16 module in bf16, and a loss
+    of about 1 would be rounded to multiples of 1/128."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x).float(), y)
+
+
 def classes(count: int = 5, rows: int = 8, seed: int = 3) -> list[tuple[Tensor, Tensor]]:
     """Global batches for `Classifier`: ``rows`` rows each."""
     generator = torch.Generator().manual_seed(seed)

@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_shard  # noqa: F401  (registers the names)
 from lightning_shard.testing import run_distributed, split_rows
 
-World = dict[str, Any]
-
 
 def world() -> tuple[int, int]:
     """This process's rank and the number of ranks."""

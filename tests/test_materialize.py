@@ -274,7 +274,7 @@ def test_stage_3_never_holds_a_second_layer_whole() -> None:
             return self.net(batch).square().mean()
 
     def run() -> int:
-        from lightning_shard.strategies import zero
+        from lightning_shard.zero import engine
 
         most = 0
 
@@ -288,7 +288,7 @@ def test_stage_3_never_holds_a_second_layer_whole() -> None:
 
             materialize(module, device, counted)
 
-        zero.materialize = count
+        engine.materialize = count
         trainer("zero3").fit(Stack(), loader(batches))
         return most
 

@@ -1,10 +1,10 @@
 """ZeRO stages 1, 2 and 3 on the DeepSpeed engine, for CPU and CUDA."""
 
-import argparse
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +22,11 @@ from typing_extensions import override
 
 from lightning_shard import _compat
 from lightning_shard.config import ActivationCheckpointing, Offload, ZeroPlusPlus
-from lightning_shard.materialize import has_meta_tensors, materialize
+from lightning_shard.materialize import has_meta_tensors
 from lightning_shard.zero import ops, state
 from lightning_shard.zero.agreement import GradientAgreement
 from lightning_shard.zero.arguments import check_arguments, check_device
+from lightning_shard.zero.engine import broadcast_buffers, inference_config, initialize_engine, prepare_values
 from lightning_shard.zero.engine_checkpoints import EngineCheckpoints
 from lightning_shard.zero.engine_config import ZeROOptions, build_engine_config
 from lightning_shard.zero.facts import read_trainer
@@ -203,49 +204,17 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert self.lightning_module is not None
         _compat.remove_engine_hooks(self.lightning_module)
         check_run(trainer, self.lightning_module, str(self.precision_plugin.precision), self.stage)
-        for parameter in self.lightning_module.parameters():
-            # Flat buffers hold values in the plain order (a channels-last weight, for one, has another).
-            parameter.data = parameter.data.contiguous()
-        if has_meta_tensors(self.lightning_module):
-            materialize(self.lightning_module, self.root_device, self._partition_own if self.zero_stage_3 else None)
-        super().setup(trainer)
-        self._broadcast_buffers()
-
-    def _partition(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Partition parameters now, from rank 0's values and in the configuration's dtype."""
-        import deepspeed
-
         self._init_config_if_needed()
-        whole = [parameter for parameter in parameters if not hasattr(parameter, "ds_id")]
-        for parameter in whole:
-            parameter.data = parameter.data.to(self.engine_dtype)
-        if whole:
-            with _compat.scalars_as_bytes():
-                deepspeed.zero.Init(module=nn.ParameterList(whole), config_dict_or_path=self.config)
-
-    @property
-    def engine_dtype(self) -> torch.dtype:
-        """The dtype in which the engine computes, and holds the module's parameters."""
-        halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return next((dtype for section, dtype in halves.items() if section in self.config), torch.float32)
-
-    def _partition_own(self, submodule: nn.Module) -> None:
-        self._partition(submodule.parameters(recurse=False))
-
-    def _broadcast_buffers(self) -> None:
-        """Rank 0's buffers everywhere: the engine takes care of parameters only."""
-        assert self.lightning_module is not None
-        for buffer in self.lightning_module.buffers():
-            if buffer.numel():
-                torch.distributed.broadcast(buffer.data, 0)
+        prepare_values(self.lightning_module, self.root_device, self.config)
+        super().setup(trainer)
+        broadcast_buffers(self.lightning_module)
 
     @override
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         assert isinstance(model, pl.LightningModule)
-        chosen = configure_optimizer(model, self.config, self._options.offload, self.root_device, self._ensure_op)
-        self._setup_model_and_optimizer(model, chosen.optimizer)
-        _compat.keep_gradients_in_memory(self.deepspeed_engine.optimizer)
-        _compat.state_for_partitions(self.deepspeed_engine.optimizer, chosen.optimizer)
+        ensure_op = partial(ops.ensure_op, local_rank=self.local_rank)
+        chosen = configure_optimizer(model, self.config, self._options.offload, self.root_device, ensure_op)
+        self._initialize(model, self.config, chosen.optimizer)
         self._set_deepspeed_activation_checkpointing()
         self.optimizers = [self.deepspeed_engine.optimizer]
         if not self.config.get("managed_gradient_accumulation", True):
@@ -256,50 +225,13 @@ class ZeROStrategy(DeepSpeedStrategy):
             self._agreement = GradientAgreement(self.deepspeed_engine, model, self.root_device)
 
     @override
-    def _setup_model_and_optimizer(
-        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
-    ) -> tuple[Any, Optimizer]:
-        config = {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}
-        self.model = self._initialize_engine(model, config, optimizer)
-        return self.deepspeed_engine, self.deepspeed_engine.optimizer
-
-    @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        keys = ("train_micro_batch_size_per_gpu", "fp16", "bf16")
-        config = {key: self.config[key] for key in keys if key in self.config}
-        if self.zero_stage_3:
-            zero = dict(self.config["zero_optimization"])
-            zero.pop("offload_optimizer", None)
-            config["zero_optimization"] = zero
-        self.model = self._initialize_engine(model, config, None)
+        self._initialize(model, inference_config(self.config), None)
 
-    def _initialize_engine(self, model: nn.Module, config: dict[str, Any], optimizer: Optimizer | None) -> Any:
-        import deepspeed
-
+    def _initialize(self, model: nn.Module, config: dict[str, Any], optimizer: Optimizer | None) -> None:
         if uses_nvme(config):
-            self._ensure_op("async_io")
-        if self.zero_stage_3 and self._options.zero_plus_plus is None:
-            # Left to the engine, the whole model would move to each device first (and fp32 parameters be stored as bf16
-            # on NVMe where the device lacks fp16). One at a time they pass through; the engine then skips buffers.
-            self._partition(model.parameters())
-            for buffer in model.buffers():
-                buffer.data = buffer.data.to(self.root_device)
-        on_cuda = self.root_device.type == "cuda"
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        with _compat.scalars_as_bytes(), _compat.adagrad_left_alone():
-            engine, *_ = deepspeed.initialize(
-                # A device rank of None, as a CPU device has it, would be compared with 0.
-                args=argparse.Namespace(device_rank=self.root_device.index) if on_cuda else None,
-                config=config,
-                model=model,
-                model_parameters=trainable if optimizer is not None else [],
-                optimizer=optimizer,
-                dist_init_required=False,
-            )
-        return engine
-
-    def _ensure_op(self, op: ops.Op) -> None:
-        ops.ensure_op(op, self.local_rank)
+            ops.ensure_op("async_io", self.local_rank)
+        self.model = initialize_engine(model, config, optimizer, self.root_device)
 
     # --- training ---
 

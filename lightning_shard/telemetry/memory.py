@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_shard._compat_engine import Kind, engine_layout, engine_tensors, swapped_bytes
+from lightning_shard._compat.model_states import Kind, engine_layout, engine_tensors, swapped_bytes
 from lightning_shard.plan.arithmetic import ModelStates, exact_model_states, optimizer_elements
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_shard._compat_engine import Kind
+from lightning_shard._compat.model_states import Kind
 from lightning_shard.telemetry.memory import Bytes, ExpectedModelStates, ModelStateBytes
 
 ROWS: tuple[tuple[Kind, str, int], ...] = (  # kind, label, the stage from which on it is partitioned (0: never)

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from lightning_shard._compat_collectives import Collective, Operation, read_collectives
+from lightning_shard._compat.collectives import Collective, Operation, TorchDispatchMode, read_collectives
 
 __all__ = ["Collective", "Operation", "Traffic", "TrafficCounter", "count_traffic"]
 

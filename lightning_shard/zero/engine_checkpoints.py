@@ -1,18 +1,17 @@
 """Lightning's save and load, in the engine's own format; weights alone go to one plain Lightning file."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard import _compat
 from lightning_shard.zero import checkpoint as format
 from lightning_shard.zero import state
 from lightning_shard.zero.consolidate import read_checkpoint
+from lightning_shard.zero.guards import fails_alone
 
 if TYPE_CHECKING:
     from lightning_shard.strategies.zero import ZeROStrategy
@@ -40,7 +39,11 @@ class EngineCheckpoints:
                 f"`Trainer.save_checkpoint(..., storage_options=...)` is not supported by {type(strategy).__name__}:"
                 " the engine writes to plain file systems."
             )
-        if self._cannot_gather_ranks():
+        if strategy.world_size > 1 and fails_alone(self._module):
+            rank_zero_info(
+                "Not saving a checkpoint after an error: every rank writes its own part, and the others may be waiting"
+                " in another collective."
+            )
             return
         path = Path(strategy.broadcast(filepath))
         if "optimizer_states" not in checkpoint:
@@ -131,17 +134,6 @@ class EngineCheckpoints:
                 f" ({', '.join(changed)}). The engine's format stores the module as it is, so these changes are not"
                 " saved; save_weights_only=True and consolidated files honour them."
             )
-
-    def _cannot_gather_ranks(self) -> bool:
-        """Whether this rank saves because it fails, so that the others will not come to a collective save."""
-        error = sys.exc_info()[1]
-        if error is None or isinstance(error, SIGTERMException) or self._strategy.world_size == 1:
-            return False
-        rank_zero_info(
-            f"Not saving a checkpoint after {type(error).__name__}: every rank writes its own part, and the others may"
-            " be waiting in another collective."
-        )
-        return True
 
     def _facts(self) -> format.WrittenBy:
         strategy = self._strategy

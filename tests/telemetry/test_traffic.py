@@ -163,10 +163,10 @@ def test_arithmetic_of_one_rank() -> None:
 
 def test_a_new_kind_of_communication_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def job() -> str:
-        from lightning_shard import _compat_collectives
+        from lightning_shard._compat import collectives
 
         dist.init_process_group("gloo")
-        del _compat_collectives._COLLECTIVES["c10d::broadcast_"]
+        del collectives._COLLECTIVES["c10d::broadcast_"]
         with pytest.raises(NotImplementedError) as raised, count_traffic():
             dist.broadcast(torch.ones(3), 0)
         return str(raised.value)

@@ -15,6 +15,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 
+# The base class of modes that see every operator is public in its documentation only.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Collective", "Operation", "TorchDispatchMode", "read_collectives"]
+
 Operation = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather", "scatter", "send"
 ]

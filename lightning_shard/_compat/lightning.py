@@ -1,0 +1,34 @@
+"""Private API of Lightning: what its Trainer and its own DeepSpeedStrategy do, without a public name."""
+
+from typing import Any
+
+import torch
+
+# Lightning's checks that its DeepSpeedStrategy runs; the CPU path replaces the methods that call them.
+from lightning.fabric.strategies.deepspeed import _format_precision_config, _validate_device_index_selection
+from lightning.fabric.strategies.registry import _StrategyRegistry
+
+# The Trainer's own reading of `configure_optimizers`, with all its forms and warnings: there is no public name for it.
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
+
+StrategyRegistryType = _StrategyRegistry
+format_precision_config = _format_precision_config
+init_optimizers_and_lr_schedulers = _init_optimizers_and_lr_schedulers
+validate_device_index_selection = _validate_device_index_selection
+
+
+def is_mock_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether Lightning stands in for a ``configure_optimizers`` that returned nothing."""
+    return isinstance(optimizer, _MockOptimizer)
+
+
+def train_batch_size_per_rank(trainer: Any) -> int | None:
+    """Rows per rank and batch of the train loader, or ``None`` when the loader does not say.
+
+    The loop's data source is private, but it is the only way to the loader before the loop starts.
+    """
+    source = trainer.fit_loop._data_source
+    if not source.is_defined():
+        return None
+    batch_size = getattr(getattr(source.dataloader(), "batch_sampler", None), "batch_size", None)
+    return batch_size if isinstance(batch_size, int) else None

@@ -1,0 +1,87 @@
+"""The engine's flat partitions, and the optimizer that updates them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def partition_groups(zero_optimizer: Any) -> list[list[nn.Parameter]]:
+    """The optimized parameters, a list for each flat partition. Attribute names differ between the stages."""
+    groups = getattr(zero_optimizer, "fp16_groups", None)
+    found: list[list[nn.Parameter]] = zero_optimizer.bit16_groups if groups is None else groups
+    return found
+
+
+def own_elements(parameter: Any) -> int:
+    """Elements of a stage-3 parameter that this rank holds, padding included."""
+    return int(parameter.ds_tensor.ds_numel)
+
+
+def partition_process_group(parameter: Any) -> Any:
+    """The ranks over which a stage-3 parameter is partitioned."""
+    return parameter.ds_process_group
+
+
+def flat_partitions(zero_optimizer: Any) -> list[torch.Tensor]:
+    """This rank's flat fp32 slice of each partition group: what the inner optimizer updates."""
+    flat = getattr(zero_optimizer, "fp32_partitioned_groups_flat", None)
+    found: list[torch.Tensor] = zero_optimizer.single_partition_of_fp32_groups if flat is None else flat
+    return found
+
+
+def inner_optimizer(zero_optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that updates the flat partitions."""
+    inner: torch.optim.Optimizer = zero_optimizer.optimizer
+    return inner
+
+
+@contextmanager
+def adagrad_left_alone() -> Iterator[None]:
+    """Keep the engine from rebuilding the user's Adagrad.
+
+    It would replace it by one from the class's defaults, in a single group: the groups' learning rates would be lost,
+    schedulers would steer the old object, and several groups would crash. `state_for_partitions` makes the accumulators
+    that the rebuilding was for.
+    """
+    adagrad = torch.optim.Adagrad
+    torch.optim.Adagrad = type("HiddenAdagrad", (), {})  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        torch.optim.Adagrad = adagrad  # type: ignore[misc]
+
+
+def state_for_partitions(zero_optimizer: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Give Adagrad, which makes its state at construction, state for the flat partitions instead."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return
+    start = optimizer.defaults["initial_accumulator_value"]
+    steps = next((state["step"] for state in optimizer.state.values()), torch.tensor(0.0))
+    optimizer.state.clear()
+    for flat in flat_partitions(zero_optimizer):
+        optimizer.state[flat] = {"step": steps.clone(), "sum": torch.full_like(flat.detach(), start)}
+
+
+def pretend_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell torch's schedulers that ``optimizer`` steps, where a copy of it or a replacement does."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def without_step_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the wrapper that a scheduler put around an instance's ``step``: in a copy it would step the original."""
+    vars(optimizer).pop("step", None)
+
+
+def link_optimizer_states(zero_optimizer: Any) -> None:
+    """Map optimizer states to parameters at stages 1 and 2.
+
+    The engine does so once, inside its first step and after the first group only, so that the states of further groups
+    stay unknown.
+    """
+    link = getattr(zero_optimizer, "_lazy_init_hp_params_optimizer_state", None)
+    if link is not None:
+        zero_optimizer._hp_optimizer_states_linked = False
+        link()

@@ -153,7 +153,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         reset_seed()
         self.set_world_ranks()
         # The engine's CPU accelerator counts this machine's ranks by this variable.
-        os.environ.setdefault("LOCAL_SIZE", str(self.num_processes))
+        os.environ["LOCAL_SIZE"] = str(self.num_processes)
         with _compat.without_shm_op():
             self._init_deepspeed_distributed()
 
@@ -298,6 +298,11 @@ class ZeROStrategy(DeepSpeedStrategy):
         """The optimizer states that live on NVMe; inactive without such an offload."""
         module, optimizer = self.module_and_optimizer()
         return NVMeStates(module, optimizer, self.global_rank)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Nothing: the engine writes each rank's states itself."""
+        return {}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -27,7 +27,10 @@ class EngineCheckpoints:
         self._module = module
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        """Write ``checkpoint`` to ``filepath``: a folder in the engine's format, or a file when it holds no optimizer.
+        """Write ``checkpoint`` to ``filepath``.
+
+        That is a folder in the engine's format, or one file of weights where no optimizer state is there to be saved:
+        weights only was asked for, or the last run was no ``fit``.
 
         Raises:
             TypeError: If ``storage_options`` is given, which the engine's format does not know.
@@ -46,7 +49,8 @@ class EngineCheckpoints:
             )
             return
         path = Path(strategy.broadcast(filepath))
-        if "optimizer_states" not in checkpoint:
+        _, optimizer = strategy.module_and_optimizer()
+        if "optimizer_states" not in checkpoint or optimizer is None:
             self._save_weights(checkpoint, path)
             return
         self._warn_of_edits(checkpoint)
@@ -122,7 +126,9 @@ class EngineCheckpoints:
             frozen = {n for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
             dropped = frozen if strategy.exclude_frozen_parameters else set()
             weights = {name: full.get(name, value) for name, value in edited.items() if name not in dropped}
-            strategy.checkpoint_io.save_checkpoint({**checkpoint, "state_dict": weights}, str(path))
+            # What belongs to an optimizer would not fit weights alone.
+            kept = {k: v for k, v in checkpoint.items() if k not in ("optimizer_states", "lr_schedulers")}
+            strategy.checkpoint_io.save_checkpoint({**kept, "state_dict": weights}, str(path))
         strategy.barrier()
 
     def _warn_of_edits(self, checkpoint: dict[str, Any]) -> None:

@@ -7,9 +7,10 @@ import fcntl
 import os
 import shlex
 import shutil
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +28,9 @@ _REMEDIES: dict[Op, str] = {
     ),
     "cpu_adam": "Keep torch's Adam on the offloaded partition: Offload(cpu_adam=False), which needs no compiler.",
 }
+_LOADING_SECONDS = 5.0
+"""A cached op loads within this; what takes longer is being compiled anew."""
+
 _PARTS: dict[Op, tuple[str, ...]] = {"async_io": ("pin_memory", "async_io"), "cpu_adam": ("pin_memory", "cpu_adam")}
 
 
@@ -54,23 +58,38 @@ def _attempt(op: Op, announce: bool) -> str | None:
     missing = _missing_tool()
     if missing is not None:
         return missing
-    started = time.monotonic()
     try:
-        with _build_lock(op):
-            cached = _is_cached(op)
-            if announce and not cached:
-                print(f"Compiling DeepSpeed's {op} op. This takes some minutes, once for this machine.", flush=True)
+        with _build_lock(op), _announced(op) if announce else nullcontext():
             _compat.load_op(op)
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         return f"{type(error).__name__}: {lines[0] if lines else ''}"
-    if announce and not cached:
-        print(
-            f"Compiled DeepSpeed's {op} op in {time.monotonic() - started:.0f} s; cached in"
-            f" {_compat.op_build_directory(op)}.",
-            flush=True,
-        )
     return None
+
+
+@contextmanager
+def _announced(op: Op) -> Iterator[None]:
+    """Say that a compile goes on: at once where nothing is cached, else when loading takes too long to be only that."""
+    started = time.monotonic()
+    cached = _is_cached(op)
+
+    def say() -> None:
+        print(f"Compiling DeepSpeed's {op} op. This takes some minutes, once for this machine.", flush=True)
+
+    patience = threading.Timer(_LOADING_SECONDS, say)
+    patience.daemon = True
+    if cached:
+        patience.start()
+    else:
+        say()
+    try:
+        yield
+    finally:
+        patience.cancel()
+    seconds = time.monotonic() - started
+    if not cached or seconds > _LOADING_SECONDS:
+        folder = _compat.op_build_directory(op)
+        print(f"Compiled DeepSpeed's {op} op in {seconds:.0f} s; cached in {folder}.", flush=True)
 
 
 def _raise_together(op: Op, failure: str | None) -> None:
@@ -91,19 +110,22 @@ def _missing_tool() -> str | None:
     compiler = (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler ({compiler!r} is not on the PATH)"
-    if shutil.which("ninja") is None and not _ninja_module():
-        return "there is no ninja (`pip install ninja`)"
-    return None
+    _prefer_own_ninja()
+    return None if shutil.which("ninja") is not None else "there is no ninja (`pip install ninja`)"
 
 
-def _ninja_module() -> bool:
-    """Put the ``ninja`` of this Python environment on the PATH, where a script started by its full path lacks it."""
+def _prefer_own_ninja() -> None:
+    """Put the ``ninja`` of this Python environment first on the PATH, where a script started by its full path lacks it.
+
+    Another version would also take the cached objects for outdated and compile everything again.
+    """
     try:
         import ninja
     except ImportError:
-        return False
-    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), ninja.BIN_DIR])
-    return shutil.which("ninja") is not None
+        return
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    if folders[0] != ninja.BIN_DIR:
+        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, *folders])
 
 
 def _is_cached(op: Op) -> bool:

@@ -241,3 +241,16 @@ def test_one_rank_of_a_machine_builds_for_all() -> None:
         return stand_in.built, cached
 
     assert run_distributed(ensure, 2, timeout=30) == [(["async_io"], []), (["async_io"], ["async_io.so"])]
+
+
+def test_a_cached_op_that_is_compiled_again_is_announced_too(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ops.ensure_op("async_io", local_rank=0)
+    capsys.readouterr()
+    compiler.loaded.clear()
+    monkeypatch.setattr(ops, "_LOADING_SECONDS", 0.05)
+    monkeypatch.setattr(_compat, "load_op", lambda op: time.sleep(0.5))
+    ops.ensure_op("async_io", local_rank=0)
+    said = capsys.readouterr().out
+    assert said.count("Compiling DeepSpeed's async_io op") == 1 and "Compiled DeepSpeed's async_io op in" in said

@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -209,3 +210,24 @@ def test_ci_runs_the_readmes_checks() -> None:
     commands = [line for line in ci.splitlines() if line.startswith("make ")]
     assert commands == ["make lint", "make test"]
     assert all(re.search(rf"^{command}\b", readme, re.MULTILINE) for command in commands)
+
+
+def test_without_deepspeed_the_import_works_and_the_strategy_names_what_is_missing(tmp_path: Path) -> None:
+    script = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "deepspeed":
+            raise ModuleNotFoundError("No module named 'deepspeed'", name="deepspeed")
+
+sys.meta_path.insert(0, Missing())
+import lightning_shard
+try:
+    lightning_shard.ZeROStrategy()
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+    env = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}  # no compiler on this PATH either
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=True)
+    assert "deepspeed" in result.stdout.lower(), result.stdout

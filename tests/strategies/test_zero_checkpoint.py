@@ -395,3 +395,54 @@ def test_consolidation_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
         consolidate_checkpoint(tmp_path / "empty", tmp_path / "f.ckpt")
     assert not (tmp_path / "f.ckpt").exists()
     assert issubclass(MisconfigurationException, Exception)
+
+
+class Adapted(Trained):
+    """A frozen layer with a trainable low-rank adapter."""
+
+    def __init__(self, fill: float = 0.0) -> None:
+        super().__init__(sgd(0.0))
+        self.base = nn.Linear(8, 8)
+        self.base.requires_grad_(False)
+        self.down = nn.Parameter(torch.full((8, 2), fill))
+        self.up = nn.Parameter(torch.full((2, 8), fill))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.base(batch) + batch @ self.down @ self.up).square().mean()
+
+
+class FillOwnSlices(pl.Callback):
+    """Every rank writes another value into its own slice of the adapter."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        from deepspeed.utils import safe_set_local_fp32_param
+
+        for parameter in (module.down, module.up):
+            safe_set_local_fp32_param(parameter, torch.full_like(parameter.ds_tensor, 1.0 + trainer.global_rank))
+
+
+@pytest.mark.parametrize("exclude", [False, True])
+def test_every_ranks_slice_of_an_adapter_comes_back(exclude: bool, tmp_path: Path) -> None:
+    def strategy() -> ZeROStrategy:
+        return ZeROStrategy(stage=3, exclude_frozen_parameters=exclude, load_full_weights=True)
+
+    def first() -> State:
+        return fit(
+            strategy(), seeded(Adapted), numbers(1, width=8), 1, save=tmp_path / "c", callbacks=[FillOwnSlices()]
+        )
+
+    def again() -> State:
+        # Not strict: an adapter-only checkpoint leaves the frozen weights to the module.
+        module = Adapted()
+        module.strict_loading = not exclude
+        return fit(strategy(), module, numbers(1, width=8), 2, ckpt_path=tmp_path / "c")
+
+    saved = run_distributed(first, 2)[0]
+    assert saved.weights["down"].unique().tolist() == [1.0, 2.0]
+    for resumed in run_distributed(again, 2):
+        for name in ("down", "up"):
+            assert torch.equal(resumed.weights[name], saved.weights[name])
+    plain = torch.load(consolidate_checkpoint(tmp_path / "c", tmp_path / "plain.ckpt"), weights_only=False)
+    weights = plain["state_dict"]
+    assert all(torch.equal(weights[name], saved.weights[name]) for name in ("down", "up"))
+    assert ("base.weight" in weights) is not exclude

@@ -274,6 +274,11 @@ def pids_in(folder: Path, caller: "subprocess.Popen[str]") -> list[int]:
     raise AssertionError(f"no two ranks in {folder}")
 
 
+def heed_interrupts() -> None:
+    """A test run in the background ignores Ctrl-C, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_no_rank_outlives_its_caller(tmp_path: Path) -> None:
     script = tmp_path / "a caller.py"
     script.write_text(CALLER)
@@ -281,7 +286,7 @@ def test_no_rank_outlives_its_caller(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     command = [sys.executable, str(script), *map(str, folders)]
-    caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, preexec_fn=heed_interrupts)
     try:
         interrupted = pids_in(folders[0], caller)
         caller.send_signal(signal.SIGINT)

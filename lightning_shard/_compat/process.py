@@ -56,6 +56,10 @@ def set_engine_device(device: torch.device) -> None:
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
         set_accelerator(CUDA_Accelerator())
+    # torch remembers its factory functions at the first use of a device context. Inside `zero.Init`, which replaces
+    # them for its time, it would remember the replacements, and `torch.device("meta")` would do nothing from then on.
+    with torch.device("cpu"):
+        torch.empty(0)
     # These calls live in the engine and can only be silenced from outside; the renaming in torch changes no behaviour.
     warnings.filterwarnings(
         "ignore",

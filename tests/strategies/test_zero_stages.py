@@ -109,3 +109,19 @@ def test_partitions_of_stage_3_are_not_taken_for_weights() -> None:
 
     with pytest.raises(RankFailed, match=r"'log_scale' is still partitioned by an earlier stage-3 run"):
         on_each_rank(run, "zero2")
+
+
+def test_device_contexts_work_after_a_run_that_used_one_inside() -> None:
+    """The engine swaps torch's factory functions while a module is built, and torch caches what it finds then."""
+
+    def run(name: str) -> bool:
+        class Inside(Classifier):
+            def configure_model(self) -> None:
+                with torch.device("cpu"):
+                    self.shift = nn.Linear(3, 3)
+
+        trainer(name, max_epochs=1).fit(Inside(), loader(classes(1)))
+        with torch.device("meta"):
+            return nn.MultiheadAttention(4, 2).in_proj_weight.is_meta
+
+    assert on_each_rank(run, "zero3") == [True, True]

@@ -25,14 +25,18 @@ from lightning_shard._compat.nvme import gather_persistent, keep_gradients_in_me
 from lightning_shard._compat.ops import load_op, op_build_directory, op_is_loaded
 from lightning_shard._compat.partitions import (
     adagrad_left_alone,
+    adopt_parameter,
     flat_partitions,
     inner_optimizer,
+    is_empty_partitioned,
     link_optimizer_states,
     own_elements,
     partition_groups,
     partition_process_group,
     pretend_stepped,
+    set_clipping,
     state_for_partitions,
+    versions,
     without_step_wrapper,
 )
 from lightning_shard._compat.process import (
@@ -49,6 +53,7 @@ from lightning_shard._compat.process import (
 __all__ = [
     "StrategyRegistryType",
     "adagrad_left_alone",
+    "adopt_parameter",
     "before_reduction",
     "begin_backward",
     "clear_stale_gradients",
@@ -62,6 +67,7 @@ __all__ = [
     "init_optimizers_and_lr_schedulers",
     "inner_optimizer",
     "is_compiled",
+    "is_empty_partitioned",
     "is_mock_optimizer",
     "keep_gradients_in_memory",
     "link_optimizer_states",
@@ -76,12 +82,14 @@ __all__ = [
     "remove_engine_hooks",
     "restore_linear",
     "scalars_as_bytes",
+    "set_clipping",
     "set_engine_device",
     "skipped_step",
     "state_for_partitions",
     "swapped_in",
     "train_batch_size_per_rank",
     "validate_device_index_selection",
+    "versions",
     "without_shm_op",
     "without_step_wrapper",
 ]

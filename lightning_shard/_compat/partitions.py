@@ -85,3 +85,25 @@ def link_optimizer_states(zero_optimizer: Any) -> None:
     if link is not None:
         zero_optimizer._hp_optimizer_states_linked = False
         link()
+
+
+def versions(parameters: list[nn.Parameter]) -> list[int]:
+    """How often each parameter was changed in place: torch counts for autograd, under a private name."""
+    return [parameter._version for parameter in parameters]
+
+
+def adopt_parameter(parameter: Any) -> None:
+    """Copy what a parameter of stage 1 or 2 holds into this rank's part of its master weights."""
+    mapping = parameter._hp_mapping
+    if mapping is not None:
+        mapping.update_hp()
+
+
+def set_clipping(zero_optimizer: Any, norm: float) -> None:
+    """The gradient norm to which the engine clips in its next step; 0 for no clipping."""
+    zero_optimizer.clip_grad = norm
+
+
+def is_empty_partitioned(parameter: Any) -> bool:
+    """Whether stage 3 has partitioned a parameter that has elements, and nothing of it is here now."""
+    return hasattr(parameter, "ds_id") and parameter.ds_numel > 0 and not parameter.numel()

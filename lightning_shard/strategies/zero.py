@@ -15,7 +15,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -24,20 +23,28 @@ from lightning_shard import _compat
 from lightning_shard.config import ActivationCheckpointing, Offload, ZeroPlusPlus
 from lightning_shard.materialize import has_meta_tensors
 from lightning_shard.zero import ops, state
-from lightning_shard.zero.agreement import GradientAgreement
 from lightning_shard.zero.arguments import check_arguments, check_device
-from lightning_shard.zero.engine import broadcast_buffers, inference_config, initialize_engine, prepare_values
+from lightning_shard.zero.engine import (
+    broadcast_buffers,
+    inference_config,
+    initialize_engine,
+    prepare_values,
+    wide_buffers_kept,
+)
 from lightning_shard.zero.engine_checkpoints import EngineCheckpoints
 from lightning_shard.zero.engine_config import ZeROOptions, build_engine_config
 from lightning_shard.zero.facts import read_trainer
-from lightning_shard.zero.guards import RequiresGradWatch, check_run, fails_alone, warn_of_skipped_step
+from lightning_shard.zero.guards import check_run, fails_alone, warn_of_skipped_step
+from lightning_shard.zero.leftover import EmptyWeights
 from lightning_shard.zero.nvme import NVMeStates, uses_nvme
 from lightning_shard.zero.setup_optimizer import configure_optimizer, promise_optimizer
 from lightning_shard.zero.sizing import count_elements, sizes_for
 from lightning_shard.zero.user_config import read_config
+from lightning_shard.zero.watching import Watch
+from lightning_shard.zero.whole_tensors import WholeTensors
 
 
-class ZeROStrategy(DeepSpeedStrategy):
+class ZeROStrategy(WholeTensors, DeepSpeedStrategy):
     """Partitions model states over the ranks: optimizer states (stage 1), gradients (2), parameters (3).
 
     Every rank computes every layer, on its own part of the batch. The engine is DeepSpeed's; the Trainer owns
@@ -128,8 +135,8 @@ class ZeROStrategy(DeepSpeedStrategy):
         self._user_config = read_config(config)
         # Lightning's guards ask for the stage before the Trainer is there to complete the configuration.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-        self._watch: RequiresGradWatch | None = None
-        self._agreement: GradientAgreement | None = None
+        self._watch: Watch | None = None
+        self.empty_weights = EmptyWeights()
 
     @property
     def stage(self) -> int:
@@ -203,10 +210,12 @@ class ZeROStrategy(DeepSpeedStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.lightning_module is not None
         _compat.remove_engine_hooks(self.lightning_module)
+        self.empty_weights.release()
         check_run(trainer, self.lightning_module, str(self.precision_plugin.precision), self.stage)
         self._init_config_if_needed()
         prepare_values(self.lightning_module, self.root_device, self.config)
-        super().setup(trainer)
+        with wide_buffers_kept(self.lightning_module, self.root_device):
+            super().setup(trainer)
         broadcast_buffers(self.lightning_module)
 
     @override
@@ -220,9 +229,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         if not self.config.get("managed_gradient_accumulation", True):
             _compat.discard_at_zero_grad(self.deepspeed_engine, self)
         self.lr_scheduler_configs = chosen.schedulers
-        self._watch = RequiresGradWatch(model)
-        if self.world_size > 1:
-            self._agreement = GradientAgreement(self.deepspeed_engine, model, self.root_device)
+        self._watch = Watch(model, self.deepspeed_engine, self.root_device)
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
@@ -238,7 +245,7 @@ class ZeROStrategy(DeepSpeedStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._watch is not None
-        self._watch.check()
+        self._watch.batch_starts()
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -250,47 +257,17 @@ class ZeROStrategy(DeepSpeedStrategy):
     ) -> Any:
         def backward_done() -> Any:
             result = closure()
-            _compat.clear_stale_gradients(self.deepspeed_engine.optimizer)
+            assert self._watch is not None
+            self._watch.backward_done()
             return result
 
         output = super().optimizer_step(optimizer, backward_done, model, **kwargs)
+        _compat.set_clipping(self.deepspeed_engine.optimizer, self.config["gradient_clipping"])
         if not self.config.get("managed_gradient_accumulation", True):
             _compat.forget_gradients(self.deepspeed_engine.optimizer)
         if "fp16" not in self.config and _compat.skipped_step(self.deepspeed_engine.optimizer):
             warn_of_skipped_step(self.lightning_module)
         return output
-
-    # --- full tensors by name ---
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """All parameters and persistent buffers, whole, in fp32 where the engine trains them. Collective.
-
-        Returns:
-            Plain name to CPU tensor, on every rank. Needs host memory for the whole model on each.
-
-        """
-        module, optimizer = self.module_and_optimizer()
-        return state.full_state_dict(module, optimizer)
-
-    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's state by parameter name, whole. Collective.
-
-        Returns:
-            Parameter name to state name to CPU tensor in the parameter's shape (scalars as they are), on every rank.
-
-        """
-        module, optimizer = self.module_and_optimizer()
-        if optimizer is None:
-            raise RuntimeError("There is no optimizer state outside `fit`.")
-        return state.full_optimizer_state(module, optimizer)
-
-    def module_and_optimizer(self) -> tuple["pl.LightningModule", Any]:
-        """The module inside the engine, and the engine's optimizer (``None`` outside ``fit``)."""
-        module = self.lightning_module
-        if module is None or self.model is None or self.model is module:
-            raise RuntimeError("The engine is not set up: call this while the Trainer runs, for example in a callback.")
-        trained = module.trainer.state.fn == TrainerFn.FITTING
-        return module, self.deepspeed_engine.optimizer if trained else None
 
     # --- checkpoints ---
 
@@ -300,17 +277,26 @@ class ZeROStrategy(DeepSpeedStrategy):
         return NVMeStates(module, optimizer, self.global_rank)
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Names with placeholders at stage 3: the weights themselves are the engine's to write."""
+        with self.empty_weights.paused():
+            return super().lightning_module_state_dict()
+
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Nothing: the engine writes each rank's states itself."""
         return {}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        EngineCheckpoints(self).save(checkpoint, filepath, storage_options)
+        with self.empty_weights.paused():
+            EngineCheckpoints(self).save(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return EngineCheckpoints(self).load(checkpoint_path, weights_only)
+        loaded = EngineCheckpoints(self).load(checkpoint_path, weights_only)
+        self.accept_weights()
+        return loaded
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -318,6 +304,12 @@ class ZeROStrategy(DeepSpeedStrategy):
         if "state_dict" in checkpoint:
             module, optimizer = self.module_and_optimizer()
             state.load_full_state_dict(module, optimizer, checkpoint["state_dict"], strict)
+            self.accept_weights()
+
+    def accept_weights(self) -> None:
+        """Take the module's present weights for the engine's own."""
+        if self._watch is not None:
+            self._watch.weights_loaded()
 
     # --- the end ---
 
@@ -345,9 +337,11 @@ class ZeROStrategy(DeepSpeedStrategy):
             # The engine stays: `trainer.save_checkpoint` and, at stage 3, a forward of the module work after the run.
             _compat.end_training(self.deepspeed_engine)
             _compat.restore_linear()
-        if self._agreement is not None:
-            self._agreement.remove()
-        self._watch = self._agreement = None
+            if module is not None and self.zero_stage_3:
+                self.empty_weights.guard(module)
+        if self._watch is not None:
+            self._watch.remove()
+        self._watch = None
 
     @classmethod
     @override

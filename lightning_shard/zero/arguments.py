@@ -6,10 +6,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_shard.config import ActivationCheckpointing, Offload, ZeroPlusPlus
+
 if TYPE_CHECKING:
     from lightning_shard.zero.engine_config import ZeROOptions
 
 _STAGE3_ONLY = ("zero_plus_plus", "prefetch_elements", "persistence_elements", "reshard_after_forward")
+_KINDS: dict[str, type] = {
+    "offload": Offload,
+    "zero_plus_plus": ZeroPlusPlus,
+    "activation_checkpointing": ActivationCheckpointing,
+    "bucket_elements": int,
+    "prefetch_elements": int,
+    "persistence_elements": int,
+    "overlap_comm": bool,
+    "contiguous_gradients": bool,
+    "reshard_after_forward": bool,
+}
+_EXAMPLES: dict[type, str] = {
+    Offload: "Offload(optimizer='cpu')",
+    ZeroPlusPlus: "ZeroPlusPlus(...)",
+    ActivationCheckpointing: "ActivationCheckpointing(...)",
+    int: "a whole number of elements",
+    bool: "True, False",
+}
 _AT_LEAST = {"bucket_elements": 2, "prefetch_elements": 0, "persistence_elements": 0}
 
 
@@ -20,8 +40,15 @@ def check_arguments(options: "ZeROOptions") -> None:
         MisconfigurationException: Naming the arguments and their values.
 
     """
-    if options.stage not in (1, 2, 3):
+    if type(options.stage) is not int or options.stage not in (1, 2, 3):
         raise MisconfigurationException(f"ZeROStrategy(stage={options.stage!r}): choose 1, 2 or 3.")
+    for name, kind in _KINDS.items():
+        value = getattr(options, name)
+        if value is not None and type(value) is not kind:
+            raise MisconfigurationException(
+                f"ZeROStrategy({name}={value!r}): {_EXAMPLES.get(kind, kind.__name__)} or None is needed, got"
+                f" {type(value).__name__}."
+            )
     for name, least in _AT_LEAST.items():
         value = getattr(options, name)
         if value is not None and value < least:

@@ -64,6 +64,8 @@ def save_whole_or_absent(
         # The other ranks may wait inside the engine's own barriers, so this rank cannot ask them first.
         error.add_note(f"The checkpoint {path} was not written; what stands there is the old one, or nothing.")
         raise
+    # Only when the last rank has written its part is the whole there to be moved.
+    _barrier()
     if is_global_zero:
         (partial / _FACTS_FILE).write_text(json.dumps(asdict(written_by), indent=1))
         try:

@@ -1,7 +1,8 @@
 """From a plain module to a DeepSpeed engine: values, partitions, buffers, and the engine itself."""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,11 +98,29 @@ def inference_config(config: Config) -> Config:
     return needed
 
 
+@contextmanager
+def wide_buffers_kept(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put float64 and complex buffers back after the engine's and Lightning's casts of whole modules.
+
+    A cast to the run's dtype would take the imaginary part of a rotary table, or the low bits of a counter, silently.
+    """
+    wide = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if buffer.is_complex() or buffer.dtype == torch.float64
+    ]
+    yield
+    for owner, name, buffer in wide:
+        setattr(owner, name, buffer.to(device))
+
+
 def broadcast_buffers(module: nn.Module) -> None:
     """Rank 0's buffers everywhere: the engine takes care of parameters only. Collective."""
     for buffer in module.buffers():
         if buffer.numel():
-            torch.distributed.broadcast(buffer.data, 0)
+            values = buffer.data
+            torch.distributed.broadcast(torch.view_as_real(values) if values.is_complex() else values, 0)
 
 
 def _is_zero_plus_plus(zero: Config) -> bool:

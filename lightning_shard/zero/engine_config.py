@@ -163,6 +163,12 @@ def _own_zero_section(merged: Merge, options: ZeROOptions, facts: TrainerFacts, 
     merged.argument(zero + "allgather_bucket_size", _even(options.bucket_elements), "bucket_elements", sizes.bucket)
     # The engine's default reduces a bucket that several ranks own by an all-reduce: 3 psi elements a step, not 2 psi.
     merged.default(zero + "use_multi_rank_bucket_allreduce", False)
+    if merged.get(zero + "round_robin_gradients") is True:
+        raise MisconfigurationException(
+            "The DeepSpeed config sets zero_optimization.round_robin_gradients=True: the engine then reorders"
+            " parameters in their partitions but not what maps them to names, so that gathered and saved weights would"
+            " be mixed up. Take it out."
+        )
     if options.stage == 3:
         _own_stage3(merged, options, sizes)
     _own_offload(merged, options.offload)

@@ -5,8 +5,10 @@ import sys
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -28,8 +30,38 @@ def check_run(trainer: "pl.Trainer", module: nn.Module, precision: str, stage: i
 
     """
     check_trainer(trainer, precision)
+    check_hooks(trainer, module, stage)
     check_modules(module, stage)
     check_parameters(module, precision)
+
+
+def check_hooks(trainer: "pl.Trainer", module: nn.Module, stage: int) -> None:
+    """Refuse user code that the engine would pass over, and warn of code that finds no gradients.
+
+    Raises:
+        MisconfigurationException: Naming the hook or the callback.
+
+    """
+    name = type(module).__name__
+    if is_overridden("backward", module, pl.LightningModule):
+        raise MisconfigurationException(
+            f"{name} overrides `backward`, but ZeRO's engine runs backward itself and would pass it over. Put what it"
+            " does to the loss into `training_step`, or use strategy='ddp'."
+        )
+    if stage == 3:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging):
+                raise MisconfigurationException(
+                    f"The callback {type(callback).__name__} copies whole weights, which no rank holds at stage 3. Use"
+                    " stage 1 or 2, or another strategy."
+                )
+    for hook in ("on_after_backward", "on_before_optimizer_step"):
+        if is_overridden(hook, module, pl.LightningModule):
+            rank_zero_warn(
+                f"{name} overrides `{hook}`: under ZeRO `parameter.grad` is None there, since the engine keeps"
+                " gradients in its partitions. Clip by Trainer(gradient_clip_val=...) or self.clip_gradients(...), and"
+                " read a gradient by deepspeed.utils.safe_get_full_grad(parameter), on every rank."
+            )
 
 
 def check_modules(module: nn.Module, stage: int) -> None:
@@ -39,7 +71,19 @@ def check_modules(module: nn.Module, stage: int) -> None:
         MisconfigurationException: Naming the module or the parameter.
 
     """
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.sparse:
+            raise MisconfigurationException(
+                f"Module {name!r} makes sparse gradients (sparse=True), which do not fit ZeRO's flat partitions. Set"
+                " sparse=False."
+            )
     if stage == 3:
+        for name, parameter in module.named_parameters():
+            if not parameter.numel() and not hasattr(parameter, "ds_id"):
+                raise MisconfigurationException(
+                    f"Parameter {name!r} has no elements (shape {tuple(parameter.shape)}): the engine cannot partition"
+                    " it at stage 3. Remove it, or use stage 1 or 2."
+                )
         for name, submodule in module.named_modules():
             if _compat.is_compiled(submodule):
                 raise MisconfigurationException(

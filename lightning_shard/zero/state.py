@@ -107,11 +107,11 @@ def load_full_state_dict(module: nn.Module, zero_optimizer: Any | None, state: M
                 if target.numel() or not value.numel():
                     target.data.copy_(value)
             if id(target) in optimized:
-                _set_master(target, value.to(target.device, torch.float32))
+                set_master(target, value.to(target.device, torch.float32))
 
 
-def _set_master(parameter: Tensor, value: Tensor) -> None:
-    """Write the fp32 master weights of ``parameter``, of which this rank holds a part."""
+def set_master(parameter: Tensor, value: Tensor) -> None:
+    """Write the fp32 master weights of ``parameter``, of which this rank holds a part, from its whole ``value``."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     if not hasattr(parameter, "ds_id"):

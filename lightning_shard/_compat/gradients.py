@@ -81,18 +81,11 @@ def discard_at_zero_grad(engine: Any, strategy: Any) -> None:
         entry.zero_grad = zero_grad
 
 
-def before_reduction(zero_optimizer: Any, check: Callable[[], None], every_bucket: bool) -> None:
-    """Call ``check`` before gradients are reduced: at the end of a backward, or at stage 2 before every bucket.
-
-    Stage 1 reduces all buckets in one go, after its last backward.
-    """
-    name = "independent_gradient_partition_epilogue"
+def before_reduction(zero_optimizer: Any, check: Callable[[], None]) -> None:
+    """Call ``check`` once a backward, before its last gradients are reduced; at stage 1 before all are."""
     # The attribute is there at stages 1 (false) and 2 (true) only.
-    partitions_gradients = getattr(zero_optimizer, "partition_gradients", None)
-    if partitions_gradients is False:
-        name = "reduce_gradients"
-    elif partitions_gradients and every_bucket:
-        name = "reduce_ipg_grads"
+    stage1 = getattr(zero_optimizer, "partition_gradients", None) is False
+    name = "reduce_gradients" if stage1 else "independent_gradient_partition_epilogue"
     reduce = getattr(zero_optimizer, name)
 
     def checked(*args: Any, **kwargs: Any) -> None:

@@ -38,8 +38,8 @@ class GradientAgreement:
                 note = partial(self._note, len(self._names))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
                 self._names.append(name)
-        # On CUDA every comparison waits for the device, so there is one at the end of backward; on a CPU one a bucket.
-        _compat.before_reduction(engine.optimizer, self.check, every_bucket=device.type == "cpu")
+        # Once a backward: every comparison waits for the other ranks, and on CUDA for the device.
+        _compat.before_reduction(engine.optimizer, self.check)
 
     def _note(self, index: int, parameter: Tensor) -> None:
         self._reached.append(index)

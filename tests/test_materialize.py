@@ -29,6 +29,12 @@ def refusal(make: Callable[[], nn.Module]) -> str:
     return str(caught.value)
 
 
+@pytest.fixture(autouse=True)
+def plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's demo of a transformer gives torch's attention a ``reset_parameters`` when it is imported."""
+    monkeypatch.delattr(nn.MultiheadAttention, "reset_parameters", raising=False)
+
+
 LAYERS: list[Callable[[], nn.Module]] = [
     lambda: nn.Linear(3, 4),
     lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.GroupNorm(1, 3)),

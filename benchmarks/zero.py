@@ -52,7 +52,7 @@ class Size:
     """Rows of a batch on one rank."""
 
 
-SIZES = {"50 ms": Size(layers=4, width=192, rows=192), "200 ms": Size(layers=8, width=256, rows=320)}
+SIZES = {"50 ms": Size(layers=4, width=192, rows=224), "200 ms": Size(layers=8, width=256, rows=320)}
 QUICK = {"quick": Size(layers=2, width=32, rows=8)}
 
 

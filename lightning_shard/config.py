@@ -7,6 +7,8 @@ a device or a Trainer is judged here; the rest is judged by the strategy before 
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import nn
+
 OffloadDevice = Literal["cpu", "nvme"]
 
 
@@ -128,3 +130,72 @@ class ActivationCheckpointing:
     def __post_init__(self) -> None:
         if self.contiguous_memory and not self.partition:
             raise ValueError("ActivationCheckpointing(contiguous_memory=True) needs partition=True.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeUnits:
+    """FSDP units by size: a module becomes a unit when it holds enough parameters that no unit inside it has taken.
+
+    Raises:
+        ValueError: If ``min_params`` is not positive.
+
+    """
+
+    min_params: int = 20_000_000
+    """A unit is closed when its unclaimed parameters reach this many elements."""
+
+    def __post_init__(self) -> None:
+        if self.min_params < 1:
+            raise ValueError(f"SizeUnits(min_params={self.min_params}): elements, at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassUnits:
+    """FSDP units by class: every module of one of the classes becomes a unit.
+
+    Raises:
+        ValueError: If there is no class, or one of them is no module class and no import path.
+
+    """
+
+    classes: list[type[nn.Module] | str]
+    """Classes of modules, or their import paths such as ``"torch.nn.TransformerEncoderLayer"``. A subclass counts."""
+
+    def __post_init__(self) -> None:
+        if not self.classes:
+            raise ValueError("ClassUnits(classes=[]): name at least one class of modules.")
+        for each in self.classes:
+            if isinstance(each, str):
+                if not all(part.isidentifier() for part in each.split(".")) or "." not in each:
+                    raise ValueError(
+                        f"ClassUnits(classes=[{each!r}]): not an import path. Write package.module.Class, for example"
+                        " 'torch.nn.TransformerEncoderLayer'."
+                    )
+            elif not (isinstance(each, type) and issubclass(each, nn.Module)):
+                raise ValueError(f"ClassUnits(classes=[{each!r}]): neither a class of modules nor an import path.")
+
+
+DType = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecision:
+    """The dtypes of FSDP2: weights are stored and updated in the module's own dtype, and used in others.
+
+    Raises:
+        ValueError: If nothing is set.
+
+    """
+
+    compute: DType | None = "bf16"
+    """Dtype in which parameters are gathered and used, in forward and backward; ``None`` for their own."""
+
+    reduce: DType | None = "fp32"
+    """Dtype in which gradients are reduced over the ranks; ``None`` for that of ``compute``."""
+
+    output: DType | None = None
+    """Dtype to which floating-point outputs of a step are cast; ``None`` leaves them as they are."""
+
+    def __post_init__(self) -> None:
+        if self.compute is None and self.reduce is None and self.output is None:
+            raise ValueError("MixedPrecision() with every dtype None changes nothing; pass mixed_precision=None.")

@@ -127,6 +127,8 @@ def probe() -> dict[str, Any]:
 
 
 def test_import_is_cheap(probe: dict[str, Any]) -> None:
+    # A promise of 50 ms, held on slower machines than this one because the strategies are imported when first used.
+    assert [name for name in probe["brought"] if name.startswith("lightning_shard.strategies.")] == []
     assert probe["seconds"] < 0.050, f"importing lightning_shard takes {probe['seconds'] * 1e3:.0f} ms beyond lightning"
 
 

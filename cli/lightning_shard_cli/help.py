@@ -3,13 +3,12 @@
 import argparse
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy
 
-import lightning_shard
-from lightning_shard.registry import NAMES
+from lightning_shard.registry import NAMES, strategy_classes
 
 
 def strategy_help(strategy: type[Strategy], key: str) -> str:
@@ -27,18 +26,10 @@ def strategy_help(strategy: type[Strategy], key: str) -> str:
     if strategy is Strategy:
         width = max(map(len, NAMES))
         names = [f"  {name:<{width}}  {row.description}" for name, row in NAMES.items()]
-        classes = [f"  --{key}.help={name}" for name in _classes()]
+        classes = [f"  --{key}.help={each.__name__}" for each in strategy_classes()]
         return "\n".join([f"Names for --{key}, besides Lightning's own:", *names, "",
                           "Classes, for full control; the options of each:", *classes, ""])  # fmt: skip
     return "".join(_options(kind, f"{key}.{argument}") for argument, kind in _option_classes(strategy))
-
-
-def _classes() -> list[str]:
-    return [name for name in lightning_shard.__all__ if _is_strategy(getattr(lightning_shard, name))]
-
-
-def _is_strategy(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Strategy)
 
 
 def _option_classes(strategy: type[Strategy]) -> Iterator[tuple[str, type]]:

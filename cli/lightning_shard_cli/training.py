@@ -17,13 +17,16 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 
-from lightning_shard.registry import available_names, nearest_name
+from lightning_shard.registry import available_names, nearest_name, strategy_classes
 from lightning_shard_cli.errors import CommandError, nearest
 from lightning_shard_cli.help import strategy_help
 from lightning_shard_cli.messages import class_names, one_line
 
 # Options are documented by docstrings under dataclass fields; the parser reads those only when told to.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+# A class can be given by its bare name, which the parser looks up among the classes that are imported.
+strategy_classes()
 
 
 def run(arguments: list[str]) -> None:

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_shard import _compat
 from lightning_shard.config import ActivationCheckpointing, Offload, ZeroPlusPlus
+from lightning_shard.failing import fails_alone
 from lightning_shard.materialize import has_meta_tensors
 from lightning_shard.zero import ops, state
 from lightning_shard.zero.arguments import check_arguments, check_device
@@ -34,7 +35,7 @@ from lightning_shard.zero.engine import (
 from lightning_shard.zero.engine_checkpoints import EngineCheckpoints
 from lightning_shard.zero.engine_config import ZeROOptions, build_engine_config
 from lightning_shard.zero.facts import read_trainer
-from lightning_shard.zero.guards import check_run, fails_alone, warn_of_skipped_step
+from lightning_shard.zero.guards import check_run, warn_of_skipped_step
 from lightning_shard.zero.leftover import EmptyWeights
 from lightning_shard.zero.nvme import NVMeStates, uses_nvme
 from lightning_shard.zero.setup_optimizer import configure_optimizer, promise_optimizer

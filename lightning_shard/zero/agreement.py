@@ -22,12 +22,13 @@ class GradientAgreement:
     Args:
         engine: The engine, set up for training on more than one rank.
         module: The user's module, for names.
-        device: Where the ranks exchange the two integers.
+        device: The training device.
 
     """
 
     def __init__(self, engine: Any, module: nn.Module, device: torch.device) -> None:
-        self._device = device
+        # The processes talk, not the devices: a message over nccl would make every backward wait for its GPU.
+        self._group = None if device.type == "cpu" else torch.distributed.new_group(backend="gloo")
         self._names: list[str] = []
         self._reached: list[int] = []
         self._handles: list[RemovableHandle] = []
@@ -38,7 +39,7 @@ class GradientAgreement:
                 note = partial(self._note, len(self._names))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
                 self._names.append(name)
-        # Once a backward: every comparison waits for the other ranks, and on CUDA for the device.
+        # Once a backward: every comparison waits for the other ranks.
         _compat.before_reduction(engine.optimizer, self.check)
 
     def _note(self, index: int, parameter: Tensor) -> None:
@@ -55,13 +56,13 @@ class GradientAgreement:
         self._reached.clear()
         # A tuple of integers hashes alike in every process; 62 bits leave room for the sign.
         digest = hash(reached) % (1 << 62)
-        largest = torch.tensor([digest, -digest], device=self._device)
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        largest = torch.tensor([digest, -digest])
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self._group)
         low_and_high = largest.tolist()
         if low_and_high[0] == -low_and_high[1]:
             return
         by_rank: list[tuple[int, ...]] = [()] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(by_rank, reached)
+        torch.distributed.all_gather_object(by_rank, reached, group=self._group)
         raise MisconfigurationException(self._explain(by_rank))
 
     def _explain(self, by_rank: Sequence[tuple[int, ...]]) -> str:
@@ -78,6 +79,8 @@ class GradientAgreement:
         return f"The ranks' backwards reached the same parameters in different orders.{remedy}"
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters, and end the group."""
         for handle in self._handles:
             handle.remove()
+        if self._group is not None:
+            torch.distributed.destroy_process_group(self._group)

@@ -5,11 +5,8 @@ A checkpoint is a folder: the engine's files under ``checkpoint/``, one or more 
 """
 
 import json
-import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -35,63 +32,9 @@ class WrittenBy:
     """Whether the optimizer states lived on NVMe: they are then in files of ours, one for each rank."""
 
 
-def save_whole_or_absent(
-    path: Path, written_by: WrittenBy, is_global_zero: bool, write: Callable[[Path], None]
-) -> None:
-    """Write a checkpoint under a temporary name and move it to ``path`` when every rank has finished. Collective.
-
-    A checkpoint that stands at ``path`` already is kept until the new one is whole.
-
-    Args:
-        path: The checkpoint's folder.
-        written_by: Facts to store beside the engine's files.
-        is_global_zero: Whether this is rank 0, which does the moving.
-        write: Writes this rank's part below the folder that it is given.
-
-    Raises:
-        RuntimeError: On every rank, if writing failed on any; the temporary folder is removed.
-
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    if is_global_zero:
-        _remove(partial)
-        partial.mkdir(parents=True)
-    _barrier()
-    failure: str | None = None
-    try:
-        write(partial)
-    except Exception as error:
-        # The other ranks may wait inside the engine's own barriers, so this rank cannot ask them first.
-        error.add_note(f"The checkpoint {path} was not written; what stands there is the old one, or nothing.")
-        raise
-    # Only when the last rank has written its part is the whole there to be moved.
-    _barrier()
-    if is_global_zero:
-        (partial / _FACTS_FILE).write_text(json.dumps(asdict(written_by), indent=1))
-        try:
-            _replace(partial, path)
-        except OSError as error:
-            failure = f"{type(error).__name__}: {error}"
-            shutil.rmtree(partial, ignore_errors=True)
-    for rank, reason in enumerate(_everyones(failure)):
-        if reason is not None:
-            raise RuntimeError(f"The checkpoint {path} was not written: rank {rank} failed with {reason}")
-
-
-def _replace(partial: Path, path: Path) -> None:
-    old = path.with_name(f".{path.name}.old")
-    _remove(old)
-    if path.exists():
-        path.rename(old)
-    partial.rename(path)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def store_facts(folder: Path, facts: WrittenBy) -> None:
+    """Write who wrote a checkpoint into its folder."""
+    (folder / _FACTS_FILE).write_text(json.dumps(asdict(facts), indent=1))
 
 
 def check_loadable(path: Path, stage: int, world_size: int) -> None:
@@ -150,16 +93,3 @@ def written_by(path: Path) -> WrittenBy:
         f"{path} is no checkpoint of a ZeRO run: a folder with the engine's files under '{TAG}/' was expected"
         f" ({'it is empty' if path.is_dir() and not any(path.iterdir()) else 'it is something else'})."
     )
-
-
-def _barrier() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-
-
-def _everyones(reason: str | None) -> list[str | None]:
-    if not torch.distributed.is_initialized():
-        return [reason]
-    reasons: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(reasons, reason)
-    return reasons

@@ -8,10 +8,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard import _compat
+from lightning_shard.checkpoint.whole import save_whole_or_absent
+from lightning_shard.failing import fails_alone
 from lightning_shard.zero import checkpoint as format
 from lightning_shard.zero import state
 from lightning_shard.zero.consolidate import read_checkpoint
-from lightning_shard.zero.guards import fails_alone
 
 if TYPE_CHECKING:
     from lightning_shard.strategies.zero import ZeROStrategy
@@ -65,7 +66,8 @@ class EngineCheckpoints:
             )
             strategy.nvme_states().save(folder / format.TAG)
 
-        format.save_whole_or_absent(path, self._facts(), strategy.is_global_zero, write)
+        facts = self._facts()
+        save_whole_or_absent(path, strategy.is_global_zero, write, lambda folder: format.store_facts(folder, facts))
 
     def load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         """Load the engine's folder, or weights from a plain file.

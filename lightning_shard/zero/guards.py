@@ -1,13 +1,10 @@
 """Checks before the first step, and one at every batch, for what the engine would get wrong without an error."""
 
-import sys
-
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -151,12 +148,6 @@ def check_trainer(trainer: "pl.Trainer", precision: str) -> None:
             f"Trainer(precision={precision!r}) does not work under ZeRO on this {accelerator.device_name()} device,"
             f" which cannot compute in that dtype. Choose one of {', '.join(map(repr, works))}."
         )
-
-
-def fails_alone(module: "pl.LightningModule | None") -> bool:
-    """Whether this rank is on its way out with an error, so that the others will not meet it in a collective."""
-    trainer = None if module is None else module._trainer
-    return trainer is not None and trainer.interrupted and not isinstance(sys.exc_info()[1], SIGTERMException)
 
 
 def warn_of_skipped_step(module: "pl.LightningModule | None") -> None:

@@ -1,21 +1,13 @@
 """Try an optimizer on flat slices: does it train them as it trains the whole tensors?"""
 
-import copy
-from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-_STEPS = 25
-"""Enough for what an optimizer does only every ten steps, or begins to do after some."""
-
-_LR = 1.0
-"""A scheduler's warm-up may have set the learning rate to 0 for now, under which all optimizers agree; and one that
-estimates its step size over the whole model needs a full step to see progress."""
-
-_SHAPES = ((6, 4), (5,))
+from lightning_shard.trial import STEPS, differs, distinct_settings, train_copy, trial_problem
 
 
 class NotElementwise(Exception):
@@ -35,38 +27,23 @@ def try_on_slices(optimizer: Optimizer, device: torch.device) -> None:
         NotElementwise: If the slices end up otherwise than the whole tensors, or the optimizer fails.
 
     """
-    tried: set[str] = set()
-    for group in optimizer.param_groups:
-        settings = _settings(group)
-        key = repr(sorted(settings.items()))
-        if key not in tried:
-            tried.add(key)
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                _compare(optimizer, settings, device)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings, without what says which parameters it has, and with the trial's learning rate."""
-    settings = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
-    lr = settings.get("lr")
-    if isinstance(lr, Tensor):
-        settings["lr"] = torch.full_like(lr, _LR)
-    elif lr is not None:
-        settings["lr"] = _LR
-    return settings
+    for settings in distinct_settings(optimizer):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            _compare(optimizer, settings, device)
 
 
 def _compare(optimizer: Optimizer, settings: dict[str, Any], device: torch.device) -> None:
+    place = partial(torch.Tensor.to, device=device, copy=True)
     try:
         # Double precision tells an update that is not elementwise from rounding, but some kernels lack it.
         dtype = torch.float64
-        start, gradients = _problem(dtype)
-        whole = _train(optimizer, settings, start, gradients, device)
+        start, gradients = trial_problem(dtype)
+        whole = train_copy(optimizer, settings, start, gradients, place)
     except Exception:
         dtype = torch.float32
-        start, gradients = _problem(dtype)
+        start, gradients = trial_problem(dtype)
         try:
-            whole = _train(optimizer, settings, start, gradients, device)
+            whole = train_copy(optimizer, settings, start, gradients, place)
         except Exception as error:
             raise NotElementwise(
                 "is not known to be elementwise, and trying it on two small tensors failed with"
@@ -78,7 +55,7 @@ def _compare(optimizer: Optimizer, settings: dict[str, Any], device: torch.devic
     for begin in (0, half):
         part = slice(begin, begin + half)
         try:
-            parts += _train(optimizer, settings, [before[part]], [[_flat(step)[part]] for step in gradients], device)
+            parts += train_copy(optimizer, settings, [before[part]], [[_flat(step)[part]] for step in gradients], place)
         except Exception as error:
             raise NotElementwise(
                 "cannot run under ZeRO: it works on whole tensors, but failed on flat slices of them with"
@@ -87,70 +64,15 @@ def _compare(optimizer: Optimizer, settings: dict[str, Any], device: torch.devic
     change = float((expected - before).abs().max())
     if change == 0:
         raise NotElementwise(
-            f"is not known to be elementwise, and {_STEPS} trial steps on two small tensors changed nothing, so that it"
+            f"is not known to be elementwise, and {STEPS} trial steps on two small tensors changed nothing, so that it"
             " cannot be judged (an optimizer that wraps another one cannot be tried)"
         )
-    difference = float((_flat(parts) - expected).abs().max())
-    rounding = 64 * torch.finfo(dtype).eps * float(expected.abs().max())
-    if not difference <= 1e-5 * change + rounding:
+    if (found := differs(_flat(parts), expected, before)) is not None:
         raise NotElementwise(
-            f"cannot run under ZeRO, since its update is not elementwise: {_STEPS} steps move two small tensors by up"
-            f" to {change:.1e}, and flat slices of them by an amount that differs by {difference:.1e}"
+            f"cannot run under ZeRO, since its update is not elementwise: {STEPS} steps move two small tensors by up"
+            f" to {found[1]:.1e}, and flat slices of them by an amount that differs by {found[0]:.1e}"
         )
-
-
-def _problem(dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Two tensors, and their gradients for each step.
-
-    The gradients keep their direction for the most part: an optimizer that estimates its step size over the whole model
-    starts to use the estimate only once it makes progress.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def draw() -> list[Tensor]:
-        return [torch.randn(shape, generator=generator, dtype=dtype) for shape in _SHAPES]
-
-    start, direction = draw(), draw()
-    noise = [draw() for _ in range(_STEPS)]
-    return start, [[base + 0.3 * extra for base, extra in zip(direction, step, strict=True)] for step in noise]
-
-
-def _train(
-    optimizer: Optimizer,
-    settings: dict[str, Any],
-    start: list[Tensor],
-    gradients: list[list[Tensor]],
-    device: torch.device,
-) -> list[Tensor]:
-    """The weights after ``gradients`` under a copy of ``optimizer`` with one group of ``settings``."""
-    parameters = [nn.Parameter(tensor.to(device, copy=True)) for tensor in start]
-    trial = _bare_copy(optimizer, {**copy.deepcopy(settings), "params": parameters})
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step, strict=True):
-            parameter.grad = gradient.to(device, copy=True)
-        trial.step()
-    return [parameter.detach().cpu() for parameter in parameters]
-
-
-def _bare_copy(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """An optimizer of the same class and attributes over ``group``, without state, hooks, or a scheduler's wrapper.
-
-    Attributes are copied, so that a step of the copy changes nothing of the original; parameters among them are not.
-    """
-    base = vars(torch.optim.SGD([torch.zeros(1)], lr=0.0))
-    parameters = {id(parameter): parameter for entry in optimizer.param_groups for parameter in entry["params"]}
-    bare = type(optimizer).__new__(type(optimizer))
-    for key, value in vars(optimizer).items():
-        if key in base or key == "step":
-            continue
-        try:
-            vars(bare)[key] = copy.deepcopy(value, dict(parameters))
-        except Exception:
-            # A process group or a lock cannot be copied, nor does a step change it.
-            vars(bare)[key] = value
-    bare.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": [group]})
-    return bare
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.cat([tensor.reshape(-1).cpu() for tensor in tensors])

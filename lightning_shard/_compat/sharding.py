@@ -1,0 +1,173 @@
+"""Private API of torch's FSDP2, and of Lightning's strategy on it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Lightning's reader of checkpoints of sharded modules, of which its ModelParallelStrategy is only the caller.
+from lightning.fabric.strategies.model_parallel import _load_checkpoint
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from torch import nn
+
+# Activation checkpointing by hooks: the public wrapper module would put its own name into every parameter's name.
+from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_activations
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+METADATA_FILENAME = _METADATA_FILENAME
+load_sharded_or_full = _load_checkpoint
+
+__all__ = [
+    "METADATA_FILENAME",
+    "ReentrantRoot",
+    "checkpoint_activations",
+    "follow_freezing",
+    "load_sharded_or_full",
+    "local_bytes",
+    "observe_reduction",
+    "observe_unshard",
+    "refresh_dtypes",
+    "sharded_parameters",
+]
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
+    return groups
+
+
+def sharded_parameters(module: FSDPModule) -> Iterator[nn.Parameter]:
+    """The sharded parameters that belong to ``module``'s own unit, not to units inside it."""
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            yield parameter.sharded_param
+
+
+def observe_reduction(module: FSDPModule, note: Callable[[list[nn.Parameter], list[nn.Parameter]], None]) -> None:
+    """Call ``note(reached, first)`` whenever the unit of ``module`` is about to reduce its gradients.
+
+    There is no public hook at which a unit's unsharded gradients can be seen.
+
+    Args:
+        module: A unit.
+        note: Gets the sharded parameters that this rank's backward has reached, and those that had no gradient before.
+
+    """
+    for group in _groups(module):
+        group.post_backward = _observed(group, group.post_backward, note)
+
+
+def _observed(group: Any, post_backward: Callable[..., None], note: Callable[..., None]) -> Callable[..., None]:
+    def observed(*unused: Any) -> None:
+        if group.reduce_grads:
+            reached, first = [], []
+            for parameter in group.fsdp_params:
+                if not hasattr(parameter, "_unsharded_param"):
+                    continue
+                gradient = parameter.unsharded_accumulated_grad
+                if gradient is not None or parameter.unsharded_param.grad is not None:
+                    reached.append(parameter.sharded_param)
+                if parameter.sharded_param.grad is None:
+                    first.append(parameter.sharded_param)
+            note(reached, first)
+        post_backward(*unused)
+
+    return observed
+
+
+def observe_unshard(module: FSDPModule, note: Callable[[], None]) -> None:
+    """Call ``note`` before each all-gather of the unit of ``module``; only its state knows when one is needed."""
+    for group in _groups(module):
+        group.unshard = _noted(group, group.unshard, note)
+
+
+def _noted(group: Any, unshard: Callable[..., None], note: Callable[[], None]) -> Callable[..., None]:
+    def noted(*args: Any, **kwargs: Any) -> None:
+        if group._all_gather_result is None and not group.is_unsharded:
+            note()
+        unshard(*args, **kwargs)
+
+    return noted
+
+
+def follow_freezing(module: FSDPModule) -> None:
+    """Let a unit that is whole already take over which of its parameters are trained now.
+
+    It does so only when it gathers them, and one that is kept from forward to backward may have no backward to end it.
+    """
+    for group in _groups(module):
+        group.pre_forward = _following(group, group.pre_forward)
+
+
+def _following(group: Any, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def following(*args: Any) -> Any:
+        if group.is_unsharded:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+        return pre_forward(*args)
+
+    return following
+
+
+def refresh_dtypes(module: FSDPModule) -> None:
+    """Let the units read the dtypes of their parameters again.
+
+    They do so once, from the parameters that are trained at the first forward: gradients of a unit that was frozen then
+    would be reduced in the wrong dtype after it is unfrozen.
+    """
+    assert isinstance(module, nn.Module)
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule) and unit._get_fsdp_state()._is_root is not None:
+            for group in _groups(unit):
+                group._init_mp_dtypes()
+
+
+class ReentrantRoot:
+    """Makes a root unit's hooks fire once, however often the module is called inside one of its own calls.
+
+    A step runs with the root's parameters whole; ``self(x)`` inside it would otherwise shard them again when it
+    returns. The unit's own hooks know nothing of nested calls, so they are replaced by ones that count.
+
+    Args:
+        module: The root unit, before its first forward.
+
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        assert isinstance(module, nn.Module)
+        self._module = module
+        self._state: Any = module._get_fsdp_state()
+        self._depth = 0
+        self._state._pre_forward_hook_handle.remove()
+        self._state._post_forward_hook_handle.remove()
+        module.register_forward_pre_hook(self._enter_hook, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._leave_hook, with_kwargs=False, always_call=True)
+
+    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method with the root's parameters whole, as a forward of the module would have them.
+
+        Not through the module's own call: hooks that users put on its forward would fire once too often.
+        """
+        outermost = self._depth == 0
+        if outermost:
+            args, kwargs = self._state._pre_forward(self._module, args, kwargs)
+        self._depth += 1
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        return self._state._post_forward(self._module, args, output) if outermost else output
+
+    def _enter_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._depth += 1
+        return self._state._pre_forward(module, args, kwargs) if self._depth == 1 else None
+
+    def _leave_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self._depth -= 1
+        # After an exception there is no output, and nothing to go on with.
+        return self._state._post_forward(module, args, output) if self._depth == 0 and output is not None else None
+
+
+def local_bytes(parameter: nn.Parameter) -> int:
+    """Bytes of memory that this rank holds of a parameter at rest, padding included."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return int(local.untyped_storage().nbytes())

@@ -1,0 +1,80 @@
+"""A checkpoint folder that is whole or absent, however its writing ends."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save_whole_or_absent(
+    path: Path, is_global_zero: bool, write: Callable[[Path], None], complete: Callable[[Path], None]
+) -> None:
+    """Write a checkpoint under a temporary name and move it to ``path`` when every rank has finished. Collective.
+
+    A checkpoint that stands at ``path`` already is kept until the new one is whole.
+
+    Args:
+        path: The checkpoint's folder.
+        is_global_zero: Whether this is rank 0, which does the moving.
+        write: Writes this rank's part below the folder that it is given.
+        complete: Writes what makes a checkpoint of the folder; called on rank 0, when every rank has written its part.
+
+    Raises:
+        RuntimeError: On every rank, if writing failed on any; the temporary folder is removed.
+
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    if is_global_zero:
+        _remove(partial)
+        partial.mkdir(parents=True)
+    _barrier()
+    failure: str | None = None
+    try:
+        write(partial)
+    except Exception as error:
+        # The other ranks may wait in a collective of the writing itself, so this rank cannot ask them first.
+        error.add_note(f"The checkpoint {path} was not written; what stands there is the old one, or nothing.")
+        raise
+    # Only when the last rank has written its part is the whole there to be moved.
+    _barrier()
+    if is_global_zero:
+        try:
+            complete(partial)
+            _replace(partial, path)
+        except OSError as error:
+            failure = f"{type(error).__name__}: {error}"
+            shutil.rmtree(partial, ignore_errors=True)
+    for rank, reason in enumerate(_everyones(failure)):
+        if reason is not None:
+            raise RuntimeError(f"The checkpoint {path} was not written: rank {rank} failed with {reason}")
+
+
+def _replace(partial: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.old")
+    _remove(old)
+    if path.exists():
+        path.rename(old)
+    partial.rename(path)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _barrier() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def _everyones(reason: str | None) -> list[str | None]:
+    if not torch.distributed.is_initialized():
+        return [reason]
+    reasons: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reasons, reason)
+    return reasons

@@ -1,0 +1,104 @@
+"""What a backward has reached, compared between the ranks before the optimizer steps.
+
+A unit reduces the gradients of all its parameters at once. Where a rank has none for one of them, zeros take part, so
+that every rank reduces the same tensors. One small message between the processes then tells two things: parameters
+that no rank has reached, whose gradient is nothing and not zero (momentum and weight decay would move them); and ranks
+that have gathered different units, whose weights were mixed up.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_shard._compat import sharding
+
+
+class ReachedParameters:
+    """Watches every unit's gathers and reductions, and settles them after a backward.
+
+    Args:
+        units: The units by name, sharded, the root among them.
+        whole: Parameters that are in no unit, by name.
+        device: The training device.
+
+    """
+
+    def __init__(
+        self, units: Mapping[str, FSDPModule], whole: Mapping[str, nn.Parameter], device: torch.device
+    ) -> None:
+        # The processes talk, not the devices: a message over nccl would make every backward wait for its GPU.
+        self._group = None if device.type == "cpu" else torch.distributed.new_group(backend="gloo")
+        self._names = list(units)
+        self._whole = dict(whole)
+        self._parameters: list[nn.Parameter] = []
+        self._gathers: list[int] = []
+        self._reached: set[int] = set()
+        self._first: set[int] = set()
+        self.pending = False
+        for index, unit in enumerate(units.values()):
+            self._parameters.extend(sharding.sharded_parameters(unit))
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+            sharding.observe_reduction(unit, self._note_reduction)
+            sharding.observe_unshard(unit, lambda index=index: self._gathers.append(index))  # type: ignore[misc]
+        self._parameters.extend(self._whole.values())
+
+    def _note_reduction(self, reached: list[nn.Parameter], first: list[nn.Parameter]) -> None:
+        self.pending = True
+        self._reached.update(map(id, reached))
+        self._first.update(map(id, first))
+
+    def note_whole(self) -> None:
+        """Note which whole parameters this rank's backward has reached; before their gradients are averaged."""
+        for parameter in self._whole.values():
+            self._first.add(id(parameter))
+            if parameter.grad is not None:
+                self._reached.add(id(parameter))
+
+    def settle(self) -> None:
+        """Compare with the other ranks, and take the gradients away that no rank has. Collective.
+
+        Raises:
+            MisconfigurationException: On every rank, if they have gathered different units or in another order.
+
+        """
+        self.pending = False
+        gathers = tuple(self._gathers)
+        self._gathers.clear()
+        # A tuple of integers hashes alike in every process; 62 bits leave room for the sign.
+        digest = hash(gathers) % (1 << 62)
+        mine = [digest, -digest, *(int(id(parameter) in self._reached) for parameter in self._parameters)]
+        message = torch.tensor(mine)
+        torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, group=self._group)
+        high, low, *reached = message.tolist()
+        if high != -low:
+            raise MisconfigurationException(self._explain(gathers))
+        for parameter, is_reached in zip(self._parameters, reached, strict=True):
+            if not is_reached and id(parameter) in self._first:
+                parameter.grad = None
+        self._reached.clear()
+        self._first.clear()
+
+    def _explain(self, gathers: tuple[int, ...]) -> str:
+        by_rank: list[tuple[int, ...]] = [()] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(by_rank, gathers, group=self._group)
+        counts = {index: [gathered.count(index) for gathered in by_rank] for index in range(len(self._names))}
+        where = next((index for index, times in counts.items() if len(set(times)) > 1), None)
+        what = (
+            "The ranks used the same units in a different order."
+            if where is None
+            else f"Unit {self._names[where] or '(root)'!r} was gathered {counts[where]} times on ranks 0 to"
+            f" {len(by_rank) - 1}."
+        )
+        return (
+            f"{what} All ranks take part in every gather, so a step must use the same units on each of them, in the"
+            " same order. Let every rank run the same modules (multiply an unwanted result by zero), or choose units"
+            " that hold the alternatives together, such as units=SizeUnits(min_params=...)."
+        )
+
+    def remove(self) -> None:
+        """End the group."""
+        if self._group is not None:
+            torch.distributed.destroy_process_group(self._group)

@@ -1,0 +1,209 @@
+"""Lightning's own sharded folders and single files, written whole or not at all."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_shard._compat import sharding
+from lightning_shard.checkpoint.whole import save_whole_or_absent
+from lightning_shard.failing import fails_alone
+from lightning_shard.units.full import full_tensor, has_sharded_tensors
+
+if TYPE_CHECKING:
+    from lightning_shard.strategies.fsdp import FSDP2Strategy
+
+CURRENT_MODEL = "current_model_state"
+"""Where an averaging callback puts the weights that are trained, when it saves the averages as the module's."""
+
+
+class ShardedCheckpoints:
+    """Saves and loads for one strategy. Every method is collective."""
+
+    def __init__(self, strategy: "FSDP2Strategy") -> None:
+        self._strategy = strategy
+        module = strategy.lightning_module
+        assert module is not None
+        self._module = module
+
+    def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any, as_shards: bool) -> None:
+        """Write ``checkpoint`` to ``filepath``.
+
+        Args:
+            checkpoint: What the Trainer wants to be saved.
+            filepath: A folder of shards, or a file.
+            storage_options: Must be ``None``.
+            as_shards: Whether it is to be a folder of shards.
+
+        Raises:
+            TypeError: If ``storage_options`` is given.
+            IsADirectoryError: If a file is to be written where a folder stands that is no checkpoint.
+
+        """
+        strategy = self._strategy
+        if storage_options is not None:
+            raise TypeError(
+                f"`Trainer.save_checkpoint(..., storage_options=...)` is not supported by {type(strategy).__name__}:"
+                " every rank writes its own shards, to a plain file system."
+            )
+        if strategy.world_size > 1 and fails_alone(self._module):
+            rank_zero_info(
+                "Not saving a checkpoint after an error: every rank has its own shards, and the others may be waiting"
+                " in another collective."
+            )
+            return
+        path = Path(strategy.broadcast(filepath))
+        if as_shards:
+            self._save_shards(checkpoint, path)
+        else:
+            self._save_file(checkpoint, path)
+
+    def _save_shards(self, checkpoint: dict[str, Any], path: Path) -> None:
+        sharded = {key: value for key, value in checkpoint.items() if has_sharded_tensors(value)}
+        sharded.setdefault("state_dict", checkpoint["state_dict"])
+        states = sharded.pop("optimizer_states", checkpoint.get("optimizer_states", []))
+        sharded.update({f"optimizer_{index}": state for index, state in enumerate(states)})
+        rest = {key: value for key, value in checkpoint.items() if key not in sharded and key != "optimizer_states"}
+
+        def write(folder: Path) -> None:
+            save(sharded, checkpoint_id=folder)
+
+        def complete(folder: Path) -> None:
+            torch.save(rest, folder / sharding.METADATA_FILENAME)
+
+        save_whole_or_absent(path, self._strategy.is_global_zero, write, complete)
+
+    def _save_file(self, checkpoint: dict[str, Any], path: Path) -> None:
+        if path.is_dir() and not _is_sharded(path):
+            raise IsADirectoryError(f"The checkpoint path is a folder, and no checkpoint: {path}")
+        whole = _map_tensors(checkpoint, full_tensor)
+        if self._strategy.is_global_zero:
+            if path.is_dir():
+                shutil.rmtree(path)
+            self._strategy.checkpoint_io.save_checkpoint(whole, str(path))
+        self._strategy.barrier()
+
+    def load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """Load weights, and for training on optimizer states, from a folder or a file, written by any number of ranks.
+
+        Returns:
+            Lightning's part of the checkpoint.
+
+        Raises:
+            FileNotFoundError: If there is no checkpoint.
+            MisconfigurationException: If training goes on and the checkpoint holds another number of optimizers.
+
+        """
+        path = Path(self._strategy.broadcast(checkpoint_path))
+        check_loadable(path)
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self._strategy.optimizers if fitting else []
+        if fitting:
+            self._check_optimizers(path, len(optimizers))
+        loaded: dict[str, Any] = sharding.load_sharded_or_full(
+            path=path,
+            state={
+                "state_dict": self._module,
+                **{f"optimizer_{index}": optimizer for index, optimizer in enumerate(optimizers)},
+            },
+            strict=self._module.strict_loading,
+            optimizer_states_from_list=True,
+            weights_only=weights_only,
+        )
+        self._restore_averages(path, loaded)
+        return loaded
+
+    def _check_optimizers(self, path: Path, wanted: int) -> None:
+        saved = _saved_optimizers(path)
+        if saved == wanted:
+            return
+        if saved == 0:
+            raise MisconfigurationException(
+                f"{path} holds weights only (save_weights_only=True), so training cannot go on from it with the"
+                " optimizer as it was. Load the weights into the module before `fit` to start a new run from them, or"
+                " give a full checkpoint."
+            )
+        raise MisconfigurationException(
+            f"{path} holds the states of {saved} optimizers, but `configure_optimizers` returned {wanted}."
+        )
+
+    def _restore_averages(self, path: Path, loaded: dict[str, Any]) -> None:
+        """Give an averaging callback what it looks for: the averages as the module's weights, and the trained ones."""
+        weights: dict[str, Any] = get_model_state_dict(self._module)
+        if _is_sharded(path):
+            if CURRENT_MODEL not in {key.split(".")[0] for key in _saved_keys(path)}:
+                return
+            current = {name: value.detach().clone() for name, value in weights.items()}
+            load({CURRENT_MODEL: current}, checkpoint_id=path)
+            loaded[CURRENT_MODEL] = current
+        elif CURRENT_MODEL in loaded:
+            loaded[CURRENT_MODEL] = {
+                name: _shard_like(value, weights[name]) for name, value in loaded[CURRENT_MODEL].items()
+            }
+        else:
+            return
+        loaded["state_dict"] = {name: value.detach().clone() for name, value in weights.items()}
+
+
+def check_loadable(path: Path) -> None:
+    """Say what is wrong with a path at which there is no checkpoint.
+
+    Raises:
+        FileNotFoundError: If nothing is there, or a folder that is no whole checkpoint.
+
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"There is no checkpoint at {path}.")
+    if path.is_dir() and not _is_sharded(path):
+        if _is_sharded(path.parent):
+            raise FileNotFoundError(
+                f"{path} lies inside the checkpoint {path.parent}. Give that folder's path instead."
+            )
+        raise FileNotFoundError(
+            f"{path} is no whole checkpoint of shards: it has no file {sharding.METADATA_FILENAME!r}, which is written"
+            " last."
+        )
+
+
+def _is_sharded(path: Path) -> bool:
+    return path.is_dir() and (path / sharding.METADATA_FILENAME).is_file()
+
+
+def _saved_keys(path: Path) -> set[str]:
+    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def _saved_optimizers(path: Path) -> int:
+    if _is_sharded(path):
+        return len({key.split(".")[0] for key in _saved_keys(path) if key.startswith("optimizer_")})
+    # Memory-mapped: only what is read is fetched.
+    states = torch.load(path, map_location="cpu", mmap=True, weights_only=False).get("optimizer_states", [])
+    return len(states)
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, DTensor):
+        return function(value)
+    if isinstance(value, dict) and has_sharded_tensors(value):
+        return type(value)((key, _map_tensors(each, function)) for key, each in value.items())
+    if isinstance(value, (list, tuple)) and has_sharded_tensors(value):
+        return [_map_tensors(each, function) for each in value]
+    return value
+
+
+def _shard_like(value: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return value
+    # Every rank has read the same file: each cuts its own part out, and none has to send.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,77 @@
+"""Refusals before the first step, and settings of Lightning's that units do not go with."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from lightning_shard.config import ClassUnits, SizeUnits
+
+
+def check_arguments(
+    units: Any, reshard_after_forward: bool | int, replicas: int, activation_checkpointing: bool | list[str]
+) -> None:
+    """Refuse arguments that are impossible by themselves.
+
+    Raises:
+        MisconfigurationException: Naming the argument, its value and what it may be.
+
+    """
+    if units != "blocks" and not isinstance(units, (SizeUnits, ClassUnits)):
+        raise MisconfigurationException(
+            f"FSDP2Strategy(units={units!r}): choose 'blocks', SizeUnits(min_params=...) or ClassUnits(classes=[...])."
+        )
+    if replicas < 1:
+        raise MisconfigurationException(f"FSDP2Strategy(replicas={replicas}): groups of ranks, at least 1.")
+    if not isinstance(reshard_after_forward, bool) and reshard_after_forward < 2:
+        raise MisconfigurationException(
+            f"FSDP2Strategy(reshard_after_forward={reshard_after_forward}): True, False, or a number of ranks, at least"
+            " 2."
+        )
+    if isinstance(activation_checkpointing, list) and not activation_checkpointing:
+        raise MisconfigurationException(
+            "FSDP2Strategy(activation_checkpointing=[]): name at least one class, or say True for every unit."
+        )
+
+
+def check_module(module: "pl.LightningModule") -> None:
+    """Refuse a module that is sharded already, by something else.
+
+    Raises:
+        MisconfigurationException: Naming the submodule.
+
+    """
+    if not any(True for _ in module.parameters()):
+        raise MisconfigurationException(
+            f"{type(module).__name__} has no parameters, so there is nothing to shard. Use strategy='auto'."
+        )
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, (FSDPModule, FullyShardedDataParallel)):
+            raise MisconfigurationException(
+                f"The module {name or '(root)'!r} is sharded already ({type(submodule).__name__}). FSDP2Strategy shards"
+                " a plain module by itself: leave the call in `configure_model` out, or use Lightning's"
+                " ModelParallelStrategy. A module that an earlier Trainer has sharded can be used on under a strategy"
+                " with the same settings; for others make a new one."
+            )
+    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging):
+            raise MisconfigurationException(
+                "The callback StochasticWeightAveraging copies the whole module before it is sharded, and swaps whole"
+                " tensors. Use lightning.pytorch.callbacks.WeightAveraging, which works on shards."
+            )
+
+
+def no_inference_mode(trainer: "pl.Trainer") -> None:
+    """Evaluate without gradients, but not in inference mode: units keep gathered tensors to use them again in training.
+
+    Lightning makes the same choice for its own FSDP strategy, by its class.
+    """
+    for loop in (
+        trainer.fit_loop.epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+    ):
+        loop.inference_mode = False

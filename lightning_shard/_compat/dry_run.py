@@ -30,6 +30,7 @@ __all__ = [
     "FakeTensorMode",
     "UnsupportedOperatorException",
     "ValueWanted",
+    "attached_trainer",
     "fake_mode",
     "quiet_module",
     "quiet_trainer",
@@ -54,6 +55,11 @@ def fake_mode() -> FakeTensorMode:
     Collectives on fake tensors communicate nothing.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def attached_trainer(module: "pl.LightningModule") -> "pl.Trainer | None":
+    """The module's Trainer; the public property raises where there is none."""
+    return module._trainer
 
 
 def quiet_trainer(trainer: "pl.Trainer", step: str) -> "pl.Trainer":
@@ -139,7 +145,10 @@ def stand_in_metric(clone: nn.Module) -> None:
 def _or_else(method: Callable[..., Any], default: Callable[[], Any]) -> Callable[..., Any]:
     def attempt(*args: Any, **kwargs: Any) -> Any:
         try:
-            return method(*args, **kwargs)
+            with (
+                torch._C.DisableTorchFunction()
+            ):  # nobody watches: whatever it asks for, the step does not depend on it
+                return method(*args, **kwargs)
         except Exception:
             return default()
 

@@ -1,23 +1,29 @@
 """Private API of torch's FSDP2, and of Lightning's strategy on it."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 # Lightning's reader of checkpoints of sharded modules, of which its ModelParallelStrategy is only the caller.
 from lightning.fabric.strategies.model_parallel import _load_checkpoint
 from lightning.fabric.utilities.load import _METADATA_FILENAME
-from torch import nn
+from torch import Tensor, nn
 
 # Activation checkpointing by hooks: the public wrapper module would put its own name into every parameter's name.
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_activations
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from lightning_shard._compat.model_states import Kind
 
 METADATA_FILENAME = _METADATA_FILENAME
 load_sharded_or_full = _load_checkpoint
 
 __all__ = [
     "METADATA_FILENAME",
+    "Board",
     "ReentrantRoot",
     "checkpoint_activations",
     "follow_freezing",
@@ -25,8 +31,10 @@ __all__ = [
     "local_bytes",
     "observe_reduction",
     "observe_unshard",
+    "parameters_in_no_unit",
     "refresh_dtypes",
     "sharded_parameters",
+    "unit_tensors",
 ]
 
 
@@ -42,7 +50,13 @@ def sharded_parameters(module: FSDPModule) -> Iterator[nn.Parameter]:
             yield parameter.sharded_param
 
 
-def observe_reduction(module: FSDPModule, note: Callable[[list[nn.Parameter], list[nn.Parameter]], None]) -> None:
+Waiting = Callable[[], AbstractContextManager[None]]
+"""Opens a context around a collective."""
+
+
+def observe_reduction(
+    module: FSDPModule, note: Callable[[list[nn.Parameter], list[nn.Parameter]], None], waiting: Waiting
+) -> None:
     """Call ``note(reached, first)`` whenever the unit of ``module`` is about to reduce its gradients.
 
     There is no public hook at which a unit's unsharded gradients can be seen.
@@ -50,13 +64,16 @@ def observe_reduction(module: FSDPModule, note: Callable[[list[nn.Parameter], li
     Args:
         module: A unit.
         note: Gets the sharded parameters that this rank's backward has reached, and those that had no gradient before.
+        waiting: Opened around the reduction.
 
     """
     for group in _groups(module):
-        group.post_backward = _observed(group, group.post_backward, note)
+        group.post_backward = _observed(group, group.post_backward, note, waiting)
 
 
-def _observed(group: Any, post_backward: Callable[..., None], note: Callable[..., None]) -> Callable[..., None]:
+def _observed(
+    group: Any, post_backward: Callable[..., None], note: Callable[..., None], waiting: Waiting
+) -> Callable[..., None]:
     def observed(*unused: Any) -> None:
         if group.reduce_grads:
             reached, first = [], []
@@ -69,24 +86,68 @@ def _observed(group: Any, post_backward: Callable[..., None], note: Callable[...
                 if parameter.sharded_param.grad is None:
                     first.append(parameter.sharded_param)
             note(reached, first)
-        post_backward(*unused)
+        with waiting():
+            post_backward(*unused)
 
     return observed
 
 
-def observe_unshard(module: FSDPModule, note: Callable[[], None]) -> None:
-    """Call ``note`` before each all-gather of the unit of ``module``; only its state knows when one is needed."""
+def observe_unshard(module: FSDPModule, note: Callable[[], None], waiting: Waiting) -> None:
+    """Call ``note`` before each all-gather of the unit of ``module``; only its state knows when one is needed.
+
+    Args:
+        module: A unit.
+        note: Called before.
+        waiting: Opened around the all-gather.
+
+    """
     for group in _groups(module):
-        group.unshard = _noted(group, group.unshard, note)
+        group.unshard = _noted(group, group.unshard, note, waiting)
 
 
-def _noted(group: Any, unshard: Callable[..., None], note: Callable[[], None]) -> Callable[..., None]:
+def _noted(group: Any, unshard: Callable[..., None], note: Callable[[], None], waiting: Waiting) -> Callable[..., None]:
     def noted(*args: Any, **kwargs: Any) -> None:
-        if group._all_gather_result is None and not group.is_unsharded:
-            note()
-        unshard(*args, **kwargs)
+        if group._all_gather_result is not None or group.is_unsharded:
+            unshard(*args, **kwargs)
+            return
+        note()
+        with waiting():
+            unshard(*args, **kwargs)
 
     return noted
+
+
+class Board:
+    """Notes of all ranks, in the store through which they found each other; it needs no collective.
+
+    Args:
+        rank: This rank.
+        ranks: The number of ranks.
+
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        # There is no public way to the store of a process group that Lightning or a launcher has set up.
+        self._store = PrefixStore("lightning_shard/board", _get_default_store())
+        self._rank = rank
+        self._ranks = ranks
+        self._written = False
+
+    def write(self, note: str) -> None:
+        """Put this rank's note up."""
+        self._store.set(str(self._rank), note)
+        self._written = True
+
+    def clear(self) -> None:
+        """Take this rank's note down."""
+        if self._written:
+            self._store.set(str(self._rank), "")
+            self._written = False
+
+    def read(self) -> list[str | None]:
+        """The notes of all ranks; ``None`` where there is none."""
+        keys = [str(rank) for rank in range(self._ranks)]
+        return [self._store.get(key).decode() or None if self._store.check([key]) else None for key in keys]
 
 
 def follow_freezing(module: FSDPModule) -> None:
@@ -171,3 +232,42 @@ def local_bytes(parameter: nn.Parameter) -> int:
     """Bytes of memory that this rank holds of a parameter at rest, padding included."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return int(local.untyped_storage().nbytes())
+
+
+def unit_tensors(module: FSDPModule) -> Iterator[tuple[Kind, Tensor]]:
+    """Every tensor that the unit of ``module`` holds now for model states, with its kind; gathers and all.
+
+    Only the shards are parameters of the module at rest. What is whole in between lies in the unit's own lists.
+    """
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            yield "parameters", parameter.sharded_param
+            yield from (("gathered", output) for output in parameter.all_gather_outputs)
+            if (smaller_world := getattr(parameter, "_sharded_post_forward_param_data", None)) is not None:
+                yield "gathered", smaller_world
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            # The latter two: accumulated without synchronization.
+            own, whole = parameter.sharded_param.grad, parameter.unsharded_accumulated_grad
+            for gradient in (own, whole, None if unsharded is None else unsharded.grad):
+                if gradient is not None:
+                    yield "gradients", gradient
+        if group._partial_reduce_output is not None:  # HSDP, reduced within the group of ranks only
+            yield "gradients", group._partial_reduce_output
+        if group._all_gather_result is not None:
+            yield "buckets", group._all_gather_result.all_gather_output
+        if (communication := getattr(group, "comm_ctx", None)) is not None:
+            if communication.all_gather_state is not None:
+                yield "buckets", communication.all_gather_state.all_gather_result.all_gather_output
+            yield from (("buckets", state.reduce_scatter_input) for state in communication.reduce_scatter_states)
+
+
+def parameters_in_no_unit(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of ``module`` that no unit shards, also while units are whole."""
+    in_units: set[int] = set()
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            for group in _groups(unit):
+                for parameter in group.fsdp_params:
+                    for name in ("sharded_param", "_sharded_post_forward_param", "_unsharded_param"):
+                        in_units.add(id(getattr(parameter, name, None)))
+    yield from (parameter for parameter in module.parameters() if id(parameter) not in in_units)

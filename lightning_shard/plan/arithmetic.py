@@ -4,7 +4,8 @@ Source of the model states and of the traffic: *ZeRO: Memory Optimizations Towar
 (Rajbhandari et al. 2020), sections 5 and 7; the paper's Ψ is ``parameters`` here and its N_d is ``ranks``.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -97,6 +98,43 @@ def sharded_partition(numels: Sequence[int], ranks: int) -> int:
     return sum(-(-numel // ranks) for numel in numels)
 
 
+def padded_rows(shapes: Iterable[Sequence[int]], ranks: int) -> int:
+    """Elements of one rank's storage for parameters that FSDP2 shards: each is cut along its first dimension.
+
+    Every rank stores ceil(rows / N) rows of a parameter, also one whose own rows are fewer or none, so that all can be
+    gathered as they lie (Liang et al. 2024, *TorchTitan*; torch's documentation of ``fully_shard``). The gathered and
+    the reduced tensor of a unit have N times as many elements.
+
+    Args:
+        shapes: Shape of each parameter, of one dimension or more.
+        ranks: Ranks that share them, N.
+
+    Returns:
+        Elements, padding included; the same on every rank.
+
+    """
+    return sum(-(-rows // ranks) * math.prod(row) for rows, *row in shapes)
+
+
+def own_rows(shape: Sequence[int], ranks: int, rank: int) -> int:
+    """Elements of a parameter that FSDP2 leaves to one rank, without padding: what an optimizer keeps states for.
+
+    The first ranks own ceil(rows / N) rows each, the next one what is left, and those after it nothing.
+
+    Args:
+        shape: The parameter's shape, of one dimension or more.
+        ranks: Ranks that share it, N.
+        rank: Which of them.
+
+    Returns:
+        Elements; over all ranks they add up to the parameter's.
+
+    """
+    rows, *row = shape
+    share = -(-rows // ranks)
+    return max(0, min(share, rows - rank * share)) * math.prod(row)
+
+
 def exact_model_states(
     groups: Sequence[Sequence[int]],
     ranks: int,
@@ -155,7 +193,7 @@ def optimizer_elements(name: str, options: Mapping[str, Any]) -> int:
             return 3 if options.get("amsgrad") else 2
         case "NAdam" | "RAdam" | "Adamax" | "Adadelta" | "Rprop":
             return 2
-        case "Adagrad" | "Lion" | "DeepSpeedCPUAdagrad" | "FusedLion" | "DeepSpeedCPULion":
+        case "Adagrad" | "ASGD" | "Lion" | "DeepSpeedCPUAdagrad" | "FusedLion" | "DeepSpeedCPULion":
             return 1
         case "RMSprop":
             return 1 + bool(options.get("momentum")) + bool(options.get("centered"))

@@ -13,8 +13,9 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_shard._compat.model_states import Kind, engine_layout, engine_tensors, swapped_bytes
+from lightning_shard._compat.model_states import EngineLayout, Kind, engine_layout, engine_tensors, swapped_bytes
 from lightning_shard.plan.arithmetic import ModelStates, exact_model_states, optimizer_elements
+from lightning_shard.telemetry.fsdp_memory import add_up, average, held_parameters, is_counted, module_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +64,16 @@ class ModelStateBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedModelStates:
-    """Model states of one rank by the formula, to the byte: padding and whole small parameters are part of it."""
+    """Model states of this rank by the formula, to the byte: padding and whole small parameters are part of it."""
 
     parameters_total: int
     """Number of parameters of the model, Ψ."""
 
     ranks: int
-    """Ranks that share the model states, N."""
+    """Ranks that share the model states, N. Under HSDP those of one shard group."""
 
     stage: int
-    """ZeRO stage; 0 where every rank holds all of them."""
+    """ZeRO stage; 0 where every rank holds all of them, 3 under FSDP2."""
 
     states: ModelStates
     """Bytes of parameters, gradients, master copy and optimizer states. The gradients are those between backward and
@@ -119,64 +120,58 @@ def gather_model_state_bytes(mine: ModelStateBytes) -> list[ModelStateBytes]:
 def expected_model_state_bytes(
     strategy: Strategy, optimizer_elements_per_parameter: int | None = None
 ) -> ExpectedModelStates:
-    """What each rank's model states should be, from the formula alone: sizes, ranks, stage, precision and optimizer.
+    """What this rank's model states should be, from the formula alone: sizes, ranks, stage, precision and optimizer.
 
     Parameters, master copy and optimizer states are exact. Gradients are exact at stage 3, and with offload; at stages
     1 and 2 without it, a rank holds the whole gradient of every parameter that its partition touches, thus up to one
-    parameter more at each end of the partition.
+    parameter more at each end of the partition. Under FSDP2 everything is exact; ranks differ in their optimizer
+    states, because shards are cut at rows and padded, and optimizers keep no states for padding. The gradients are
+    those of a backward that has reached every unit and was synchronized.
 
     Args:
-        strategy: The Trainer's strategy, during fit; a ZeRO strategy, or one that keeps whole replicas.
-        optimizer_elements_per_parameter: Elements that the optimizer keeps per parameter, where its class is not known.
+        strategy: The Trainer's strategy, during fit; a ZeRO strategy, FSDP2, or one that keeps whole replicas.
+        optimizer_elements_per_parameter: Elements that optimizers keep per parameter, where a class is not known.
 
     Raises:
-        ValueError: If the optimizer's class is not known and its elements are not given.
+        ValueError: If an optimizer's class is not known and its elements are not given, or if a module was sharded by
+            other hands in a way that the formula does not cover.
 
     """
     if isinstance(strategy, DeepSpeedStrategy):
-        layout = engine_layout(strategy.model)
-        optimizer = layout.optimizer
-    else:
-        (optimizer,) = strategy.optimizers
-    elements = optimizer_elements_per_parameter
-    if elements is None:
-        elements = optimizer_elements(type(optimizer).__name__, optimizer.defaults)
-
-    if isinstance(strategy, DeepSpeedStrategy):
-        per_parameter = ModelStates(
-            parameters=layout.parameter_bytes,
-            gradients=layout.gradient_bytes,
-            master=layout.master_bytes,
-            optimizer=elements * layout.master_bytes,
-        )
-        states = exact_model_states(layout.groups, layout.ranks, layout.stage, per_parameter, layout.frozen)
-        if layout.partitions_gradients and layout.stage == 1:  # offloaded, so that only this rank's share is copied
-            partitioned = exact_model_states(layout.groups, layout.ranks, 2, per_parameter, layout.frozen)
-            states = replace(states, gradients=partitioned.gradients)
-        numels = [numel for group in layout.groups for numel in group] + layout.frozen
-        whole = [numel for numel in numels if numel <= layout.persistence_elements]
-        return ExpectedModelStates(
-            parameters_total=sum(numels),
-            ranks=layout.ranks,
-            stage=layout.stage,
-            states=states,
-            gathered=sum(whole) * layout.parameter_bytes,
-            per_parameter=per_parameter,
-        )
-
-    assert strategy.model is not None
-    parameters = list(strategy.model.parameters())
-    size = parameters[0].element_size()
-    per_parameter = ModelStates(parameters=size, gradients=size, master=0, optimizer=elements * size)
-    trained = [parameter.numel() for parameter in parameters if parameter.requires_grad]
-    frozen = [parameter.numel() for parameter in parameters if not parameter.requires_grad]
-    ranks = getattr(strategy, "world_size", 1)
+        return _expected_of_engine(engine_layout(strategy.model), optimizer_elements_per_parameter)
+    held = held_parameters(strategy, optimizer_elements_per_parameter)
+    shared_by = [parameter.ranks for parameter in held if parameter.ranks]
     return ExpectedModelStates(
-        parameters_total=sum(trained) + sum(frozen),
-        ranks=ranks,
-        stage=0,
-        states=exact_model_states([trained], ranks, 0, per_parameter, frozen),
+        parameters_total=sum(parameter.numel for parameter in held),
+        ranks=max(shared_by, default=getattr(strategy, "world_size", 1)),
+        stage=3 if shared_by else 0,
+        states=add_up(held),
         gathered=0,
+        per_parameter=average(held),
+    )
+
+
+def _expected_of_engine(layout: EngineLayout, elements: int | None) -> ExpectedModelStates:
+    if elements is None:
+        elements = optimizer_elements(type(layout.optimizer).__name__, layout.optimizer.defaults)
+    per_parameter = ModelStates(
+        parameters=layout.parameter_bytes,
+        gradients=layout.gradient_bytes,
+        master=layout.master_bytes,
+        optimizer=elements * layout.master_bytes,
+    )
+    states = exact_model_states(layout.groups, layout.ranks, layout.stage, per_parameter, layout.frozen)
+    if layout.partitions_gradients and layout.stage == 1:  # offloaded, so that only this rank's share is copied
+        partitioned = exact_model_states(layout.groups, layout.ranks, 2, per_parameter, layout.frozen)
+        states = replace(states, gradients=partitioned.gradients)
+    numels = [numel for group in layout.groups for numel in group] + layout.frozen
+    whole = [numel for numel in numels if numel <= layout.persistence_elements]
+    return ExpectedModelStates(
+        parameters_total=sum(numels),
+        ranks=layout.ranks,
+        stage=layout.stage,
+        states=states,
+        gathered=sum(whole) * layout.parameter_bytes,
         per_parameter=per_parameter,
     )
 
@@ -185,14 +180,10 @@ def _tensors(strategy: Strategy) -> Iterator[tuple[Kind, Tensor]]:
     if isinstance(strategy, DeepSpeedStrategy):
         yield from engine_tensors(strategy.model)
         return
-    assert strategy.model is not None
-    for parameter in strategy.model.parameters():
-        yield "parameters", parameter.data
-        if parameter.grad is not None:
-            yield "gradients", parameter.grad
+    yield from module_tensors(strategy.model)
     for optimizer in strategy.optimizers:
-        for state in optimizer.state.values():
-            yield from (("optimizer", value) for value in state.values() if isinstance(value, Tensor) and value.dim())
+        for parameter, state in optimizer.state.items():
+            yield from (("optimizer", value) for name, value in state.items() if is_counted(name, value, parameter))
 
 
 def _by_device(tensors: Iterable[Tensor], counted: set[int]) -> dict[str, Bytes]:

@@ -6,7 +6,10 @@ that no rank has reached, whose gradient is nothing and not zero (momentum and w
 that have gathered different units, whose weights were mixed up.
 """
 
+import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard._compat import sharding
+from lightning_shard.units.standstill import Standstill
 
 
 class ReachedParameters:
@@ -29,8 +33,11 @@ class ReachedParameters:
     def __init__(
         self, units: Mapping[str, FSDPModule], whole: Mapping[str, nn.Parameter], device: torch.device
     ) -> None:
-        # The processes talk, not the devices: a message over nccl would make every backward wait for its GPU.
-        self._group = None if device.type == "cpu" else torch.distributed.new_group(backend="gloo")
+        # The processes talk, not the devices: a message over nccl would make every backward wait for its GPU. And in a
+        # group of their own: where ranks are out of step, it must not be taken for a part of another collective.
+        self._group = torch.distributed.new_group(backend="gloo")
+        self.standstill = Standstill()
+        watch = device.type == "cpu"
         self._names = list(units)
         self._whole = dict(whole)
         self._parameters: list[nn.Parameter] = []
@@ -38,11 +45,12 @@ class ReachedParameters:
         self._reached: set[int] = set()
         self._first: set[int] = set()
         self.pending = False
-        for index, unit in enumerate(units.values()):
+        for index, (name, unit) in enumerate(units.items()):
             self._parameters.extend(sharding.sharded_parameters(unit))
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-            sharding.observe_reduction(unit, self._note_reduction)
-            sharding.observe_unshard(unit, lambda index=index: self._gathers.append(index))  # type: ignore[misc]
+            wait = partial(self.standstill.waiting, unit=name or "(root)") if watch else _no_wait
+            sharding.observe_reduction(unit, self._note_reduction, partial(wait, "the reduction"))
+            sharding.observe_unshard(unit, partial(self._gathers.append, index), partial(wait, "a gather"))
         self._parameters.extend(self._whole.values())
 
     def _note_reduction(self, reached: list[nn.Parameter], first: list[nn.Parameter]) -> None:
@@ -71,7 +79,8 @@ class ReachedParameters:
         digest = hash(gathers) % (1 << 62)
         mine = [digest, -digest, *(int(id(parameter) in self._reached) for parameter in self._parameters)]
         message = torch.tensor(mine)
-        torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, group=self._group)
+        with self.standstill.waiting("the comparison after backward"):
+            self._exchange(message)
         high, low, *reached = message.tolist()
         if high != -low:
             raise MisconfigurationException(self._explain(gathers))
@@ -80,6 +89,16 @@ class ReachedParameters:
                 parameter.grad = None
         self._reached.clear()
         self._first.clear()
+
+    def _exchange(self, message: torch.Tensor) -> None:
+        """Take the largest of each number over the ranks, unless they have come to a standstill."""
+        done = threading.Event()
+        work = torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
+        work.get_future().add_done_callback(lambda _: done.set())
+        while not done.wait(1.0):
+            if self.standstill.verdict is not None:
+                raise MisconfigurationException(self.standstill.verdict)
+        work.wait()
 
     def _explain(self, gathers: tuple[int, ...]) -> str:
         by_rank: list[tuple[int, ...]] = [()] * torch.distributed.get_world_size()
@@ -98,7 +117,6 @@ class ReachedParameters:
             " that hold the alternatives together, such as units=SizeUnits(min_params=...)."
         )
 
-    def remove(self) -> None:
-        """End the group."""
-        if self._group is not None:
-            torch.distributed.destroy_process_group(self._group)
+
+def _no_wait(what: str) -> AbstractContextManager[None]:
+    return nullcontext()

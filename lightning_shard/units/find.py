@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from lightning_shard import _compat
 from lightning_shard.config import ClassUnits, SizeUnits
@@ -185,7 +185,7 @@ def _search(name: str, module: nn.Module, fits: Callable[[nn.Module], bool], fou
 
 def _repeated(name: str, module: nn.Module, fits: Callable[[nn.Module], bool]) -> list[str]:
     """Entries of a list of which another one has the same class."""
-    fitting = {inner: type(entry) for inner, entry in _entries(name, module, fits)}
+    fitting = {inner: type_before_parametrizations(entry) for inner, entry in _entries(name, module, fits)}
     times = Counter(fitting.values())
     return [inner for inner, kind in fitting.items() if times[kind] > 1]
 

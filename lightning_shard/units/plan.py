@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -60,18 +61,33 @@ def plan_units(
         units.extend(name for name in roots if name not in units)
         roots.extend(name for name in units if not any(_inside(name, root) for root in roots))
     checkpointed = choose_checkpointed(module, [name for name in units if name], activation_checkpointing)
-    plan = UnitPlan(units=_inner_first(module, units), roots=tuple(roots), checkpointed=tuple(checkpointed))
+    plan = UnitPlan(
+        units=_inner_first(module, units),
+        roots=tuple(roots),
+        checkpointed=tuple(checkpointed),
+        # Such as a moving average of weights: a change to a gathered copy would be gone when that is released.
+        whole=frozenset() if usage is None else usage.changed,
+    )
     return PlannedUnits(plan=plan, rejected=found.rejected)
 
 
 def watch_steps(trainer: "pl.Trainer", module: "pl.LightningModule") -> Usage | None:
-    """What dry runs of the steps show that the Trainer is about to run; ``None`` where none could be made."""
+    """What dry runs of the steps show that the Trainer is about to run, on any rank. Collective.
+
+    Returns:
+        The same on every rank; ``None`` where no dry run could be made.
+
+    """
     usages = []
     for step, loaders in _steps(trainer):
         if loaders is None or (batch := peek_batch(loaders)) is NO_BATCH:
             continue
         usages.append(watch_step(module, step, trainer.precision_plugin.convert_input(batch)))
-    return merge(usages) if usages else None
+    by_rank: list[list[Usage]] = [[]] * torch.distributed.get_world_size()
+    # Batches differ, and so may what they use: the ranks need one plan.
+    torch.distributed.all_gather_object(by_rank, usages)
+    everyones = [usage for rank in by_rank for usage in rank]
+    return merge(everyones) if everyones else None
 
 
 def _steps(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
@@ -108,9 +124,7 @@ def manual_roots(module: nn.Module, usage: Usage | None) -> Iterator[str]:
             pending.extend(f"{name}.{child}" for child, _ in modules[name].named_children())
 
 
-def choose_checkpointed(
-    module: nn.Module, units: list[str], activation_checkpointing: bool | list[str]
-) -> Iterator[str] | list[str]:
+def choose_checkpointed(module: nn.Module, units: list[str], activation_checkpointing: bool | list[str]) -> list[str]:
     """The modules whose activations are recomputed.
 
     Args:

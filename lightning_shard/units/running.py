@@ -128,6 +128,11 @@ class RunningUnits:
         if self._reached is not None and self._reached.pending:
             self.settle()
 
+    @property
+    def standstill(self) -> str | None:
+        """Why the ranks wait for each other in different places, if they do."""
+        return None if self._reached is None else self._reached.standstill.verdict
+
     # --- whole parameters beside sharded ones ---
 
     def prepare_mixed_lists(self, optimizers: Sequence[Optimizer], precision: Precision) -> None:
@@ -153,6 +158,8 @@ def explain_bypass(running: RunningUnits) -> Generator[None, None, None]:
     try:
         yield
     except RuntimeError as error:
+        if (verdict := running.standstill) is not None:
+            raise MisconfigurationException(verdict) from error
         if "mixed torch.Tensor and DTensor" in str(error):
             units = ", ".join(name or "(root)" for name in running.layout.units)
             error.add_note(

@@ -47,6 +47,9 @@ class UnitPlan:
     checkpointed: tuple[str, ...]
     """Names of the modules whose activations are recomputed in backward."""
 
+    whole: frozenset[str]
+    """Names of parameters that no unit may take; scalars are among them without being named."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -83,9 +86,9 @@ def shard_module(module: nn.Module, plan: UnitPlan, options: ShardOptions) -> La
     for name in plan.units:
         unit = modules[name]
         _prepare_values(unit, options)
-        scalars = {parameter for parameter in unit.parameters() if parameter.dim() == 0}
         mine = {f"{name}.{key}".lstrip("."): p for key, p in unit.named_parameters() if not isinstance(p, DTensor)}
-        check_dtypes(name, {key: parameter for key, parameter in mine.items() if parameter not in scalars})
+        left_out = {parameter for key, parameter in mine.items() if parameter.dim() == 0 or key in plan.whole}
+        check_dtypes(name, {key: parameter for key, parameter in mine.items() if parameter not in left_out})
         is_root = name in plan.roots
         fully_shard(
             unit,
@@ -94,7 +97,7 @@ def shard_module(module: nn.Module, plan: UnitPlan, options: ShardOptions) -> La
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=options.policy if is_root else _without_output_dtype(options.policy),
             offload_policy=_offload_policy(options),
-            ignored_params=scalars,
+            ignored_params=left_out,
         )
         assert isinstance(unit, FSDPModule)
         units[name] = unit

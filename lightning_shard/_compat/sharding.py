@@ -255,10 +255,11 @@ def unit_tensors(module: FSDPModule) -> Iterator[tuple[Kind, Tensor]]:
             yield "gradients", group._partial_reduce_output
         if group._all_gather_result is not None:
             yield "buckets", group._all_gather_result.all_gather_output
-        if (communication := getattr(group, "comm_ctx", None)) is not None:
-            if communication.all_gather_state is not None:
-                yield "buckets", communication.all_gather_state.all_gather_result.all_gather_output
-            yield from (("buckets", state.reduce_scatter_input) for state in communication.reduce_scatter_states)
+        # Shared by the units below one root, from its first forward on.
+        if (gather := getattr(group.comm_ctx, "all_gather_state", None)) is not None:
+            yield "buckets", gather.all_gather_result.all_gather_output
+        for reduction in getattr(group.comm_ctx, "reduce_scatter_states", ()):
+            yield "buckets", reduction.reduce_scatter_input
 
 
 def parameters_in_no_unit(module: nn.Module) -> Iterator[nn.Parameter]:

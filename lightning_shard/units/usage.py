@@ -80,7 +80,7 @@ def watch_step(module: "pl.LightningModule", step: str, batch: Any) -> Usage:
         outside=watch.outside,
         changed=frozenset(watch.changed),
         complete=not (reason or watch.guessed),
-        reason=watch.guessed or reason,
+        reason="; ".join(filter(None, [watch.guessed, reason])),
     )
 
 

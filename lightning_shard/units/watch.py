@@ -19,7 +19,7 @@ _VALUES_OF = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 _DESCRIPTIONS = frozenset(
     "size dim ndimension stride storage_offset numel nelement element_size get_device is_contiguous is_floating_point"
     " is_complex is_signed is_conj is_neg is_pinned is_shared is_inference is_same_size data_ptr requires_grad_"
-    " register_hook register_post_accumulate_grad_hook retain_grad type __len__ __hash__ __repr__ backward grad"
+    " register_hook register_post_accumulate_grad_hook retain_grad __len__ __hash__ __repr__ backward grad"
     " result_type can_cast".split()
 )
 """Functions that read no element of their arguments, by name; ``grad`` is ``torch.autograd.grad``."""

@@ -132,7 +132,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
-            plan = plan_units(trainer, module, self._units, self._activation_checkpointing)
+            plan = plan_units(trainer, module, self._units, self._activation_checkpointing, self._reshard_after_forward)
             layout = shard_module(module, plan.plan, self._shard_options())
             self._running = RunningUnits(module, layout, self.root_device, self._sharding())
             show_units(plan, layout, self.device_mesh)

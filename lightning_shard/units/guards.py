@@ -3,8 +3,10 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_shard.config import ClassUnits, SizeUnits
@@ -48,6 +50,17 @@ def check_module(module: "pl.LightningModule") -> None:
             f"{type(module).__name__} has no parameters, so there is nothing to shard. Use strategy='auto'."
         )
     for name, submodule in module.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule) and any(True for _ in submodule.parameters()):
+            raise MisconfigurationException(
+                f"The module {name!r} is compiled to TorchScript, which holds its parameters where they cannot be"
+                " replaced by shards. Use the module that it was compiled from, or strategy='ddp'."
+            )
+        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm is not None:
+            raise MisconfigurationException(
+                f"The module {name!r} is an {type(submodule).__name__} with max_norm={submodule.max_norm}: its forward"
+                " rescales the rows that it looks up, on each rank those of its own batch, so the ranks' weights would"
+                " part. Normalise in the step, or use strategy='auto' on one device."
+            )
         if isinstance(submodule, (FSDPModule, FullyShardedDataParallel)):
             raise MisconfigurationException(
                 f"The module {name or '(root)'!r} is sharded already ({type(submodule).__name__}). FSDP2Strategy shards"

@@ -1,7 +1,7 @@
 """Which modules of a Trainer's module become units: found by structure, checked by a dry run of its steps."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -9,12 +9,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from lightning_shard.config import ClassUnits, SizeUnits
-from lightning_shard.units.find import find_units, resolve_classes, why_not_a_unit
+from lightning_shard.units.find import Units, find_units, resolve_classes, why_not_a_unit
 from lightning_shard.units.peek import NO_BATCH, peek_batch
 from lightning_shard.units.shard import UnitPlan
-from lightning_shard.units.usage import Usage, merge, watch_step
+from lightning_shard.units.usage import Usage, agree, merge, watch_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ def plan_units(
     module: "pl.LightningModule",
     wanted: Literal["blocks"] | SizeUnits | ClassUnits,
     activation_checkpointing: bool | list[str],
+    reshard_after_forward: bool | int,
 ) -> PlannedUnits:
     """Choose the units of a module.
 
@@ -45,13 +48,14 @@ def plan_units(
         module: The module, not sharded.
         wanted: The strategy's argument.
         activation_checkpointing: The strategy's argument.
+        reshard_after_forward: The strategy's argument.
 
     Raises:
         MisconfigurationException: If classes are not found, or nothing can be checkpointed.
 
     """
     usage = watch_steps(trainer, module)
-    found = find_units(module, wanted, usage)
+    found, whole = settle_changes(module, wanted, usage, reshard_after_forward is True)
     units = list(found.names)
     if module.automatic_optimization:
         units.append("")
@@ -65,10 +69,57 @@ def plan_units(
         units=_inner_first(module, units),
         roots=tuple(roots),
         checkpointed=tuple(checkpointed),
-        # Such as a moving average of weights: a change to a gathered copy would be gone when that is released.
-        whole=frozenset() if usage is None else usage.changed,
+        whole=frozenset(whole),
     )
     return PlannedUnits(plan=plan, rejected=found.rejected)
+
+
+def settle_changes(
+    module: nn.Module, wanted: Literal["blocks"] | SizeUnits | ClassUnits, usage: Usage | None, sharded_at_rest: bool
+) -> tuple[Units, set[str]]:
+    """Find units that go together with what the steps change in place.
+
+    A moving average of weights can be computed shard by shard if its parameters, and those that it follows, all are in
+    units that do not run at that moment. Otherwise it must be whole, since a change to a gathered copy would be gone
+    when that is released; and so must, at that moment, what it follows.
+
+    Args:
+        module: The module.
+        wanted: The strategy's argument.
+        usage: What dry runs saw.
+        sharded_at_rest: Whether units are sharded whenever their forward does not run.
+
+    Returns:
+        The units, and the names of the parameters that must be whole.
+
+    """
+    whole: set[str] = set()
+    while True:
+        found = find_units(module, wanted, usage)
+        if usage is None:
+            return found, whole
+        outside = dict(usage.outside)
+        for target, sources in usage.changed.items():
+            in_units = [_in_a_unit(name, found.names) for name in (target, *(sources or ()))]
+            if sharded_at_rest and sources is not None and all(in_units):
+                continue
+            whole.add(target)
+            for source in sources or ():
+                if _in_a_unit(source, found.names) and source not in usage.changed:
+                    outside.update(dict.fromkeys(_holders(source), source))
+        if outside == usage.outside:
+            return found, whole
+        usage = replace(usage, outside=outside)
+
+
+def _in_a_unit(parameter: str, units: Sequence[str]) -> bool:
+    return any(_inside(parameter, unit) for unit in units)
+
+
+def _holders(parameter: str) -> Iterator[str]:
+    """The modules that a parameter lies in, besides the root."""
+    parts = parameter.split(".")[:-1]
+    yield from (".".join(parts[: length + 1]) for length in range(len(parts)))
 
 
 def watch_steps(trainer: "pl.Trainer", module: "pl.LightningModule") -> Usage | None:
@@ -80,14 +131,13 @@ def watch_steps(trainer: "pl.Trainer", module: "pl.LightningModule") -> Usage | 
     """
     usages = []
     for step, loaders in _steps(trainer):
-        if loaders is None or (batch := peek_batch(loaders)) is NO_BATCH:
-            continue
-        usages.append(watch_step(module, step, trainer.precision_plugin.convert_input(batch)))
-    by_rank: list[list[Usage]] = [[]] * torch.distributed.get_world_size()
+        if (batch := peek_batch(loaders)) is not NO_BATCH:
+            usages.append(watch_step(module, step, trainer.precision_plugin.convert_input(batch)))
+    by_rank: list[Usage | None] = [None] * torch.distributed.get_world_size()
     # Batches differ, and so may what they use: the ranks need one plan.
-    torch.distributed.all_gather_object(by_rank, usages)
-    everyones = [usage for rank in by_rank for usage in rank]
-    return merge(everyones) if everyones else None
+    torch.distributed.all_gather_object(by_rank, merge(usages) if usages else None)
+    seen = [usage for usage in by_rank if usage is not None]
+    return agree(seen) if seen else None
 
 
 def _steps(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
@@ -98,16 +148,21 @@ def _steps(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
             yield "training_step", trainer.train_dataloader
             if trainer.enable_validation:
                 trainer.fit_loop.epoch_loop.val_loop.setup_data()
-                yield "validation_step", trainer.val_dataloaders
+                yield from (("validation_step", loader) for loader in _one_by_one(trainer.val_dataloaders))
         case TrainerFn.VALIDATING:
             trainer.validate_loop.setup_data()
-            yield "validation_step", trainer.val_dataloaders
+            yield from (("validation_step", loader) for loader in _one_by_one(trainer.val_dataloaders))
         case TrainerFn.TESTING:
             trainer.test_loop.setup_data()
-            yield "test_step", trainer.test_dataloaders
+            yield from (("test_step", loader) for loader in _one_by_one(trainer.test_dataloaders))
         case TrainerFn.PREDICTING:
             trainer.predict_loop.setup_data()
-            yield "predict_step", trainer.predict_dataloaders
+            yield from (("predict_step", loader) for loader in _one_by_one(trainer.predict_dataloaders))
+
+
+def _one_by_one(loaders: Any) -> list[Any]:
+    """The loaders of an evaluation, which go one after the other; each step gets a batch of one."""
+    return tree_leaves(loaders, is_leaf=lambda value: isinstance(value, DataLoader))
 
 
 def manual_roots(module: nn.Module, usage: Usage | None) -> Iterator[str]:

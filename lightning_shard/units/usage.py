@@ -7,9 +7,9 @@ because a method other than forward was called or somebody else took the weight,
 import inspect
 import io
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,8 +38,9 @@ class Usage:
     outside: dict[str, str]
     """Module name -> name of one of its parameters that was used while the module's forward was not running."""
 
-    changed: frozenset[str] = frozenset()
-    """Names of the parameters that the step changes in place, such as the weights of a moving average."""
+    changed: dict[str, frozenset[str] | None] = field(default_factory=dict)
+    """Name of a parameter that the step changes in place, such as a moving average of weights -> names of the
+    parameters that it is computed from, where that can be done shard by shard; ``None`` where it needs the whole."""
 
     complete: bool
     """Whether the whole step ran, without a made-up value."""
@@ -78,7 +79,7 @@ def watch_step(module: "pl.LightningModule", step: str, batch: Any) -> Usage:
     return Usage(
         ran=frozenset(watch.ran),
         outside=watch.outside,
-        changed=frozenset(watch.changed),
+        changed=watch.changed,
         complete=not (reason or watch.guessed),
         reason="; ".join(filter(None, [watch.guessed, reason])),
     )
@@ -87,20 +88,29 @@ def watch_step(module: "pl.LightningModule", step: str, batch: Any) -> Usage:
 def merge(usages: Iterable[Usage]) -> Usage:
     """What several dry runs saw together: of the training and the validation step, say."""
     ran: set[str] = set()
-    changed: set[str] = set()
+    changed: dict[str, frozenset[str] | None] = {}
     outside: dict[str, str] = {}
     reasons: dict[str, None] = {}
     complete = True
     for usage in usages:
         ran |= usage.ran
-        changed |= usage.changed
+        for name, sources in usage.changed.items():
+            before = changed.get(name, frozenset())
+            changed[name] = None if sources is None or before is None else before | sources
         outside = usage.outside | outside
         complete = complete and usage.complete
         if usage.reason:
             reasons[usage.reason] = None
-    return Usage(
-        ran=frozenset(ran), outside=outside, changed=frozenset(changed), complete=complete, reason="; ".join(reasons)
-    )
+    return Usage(ran=frozenset(ran), outside=outside, changed=changed, complete=complete, reason="; ".join(reasons))
+
+
+def agree(by_rank: Sequence[Usage]) -> Usage:
+    """What all ranks saw, each with batches of its own: a module ran only if it did on every rank.
+
+    Every rank takes part in every gather, so a module that only some ranks run cannot be a unit.
+    """
+    together = merge(by_rank)
+    return replace(together, ran=frozenset.intersection(*(usage.ran for usage in by_rank)))
 
 
 def _run(module: "pl.LightningModule", step: str, batch: Any, watch: StepWatch, stack: ExitStack) -> None:

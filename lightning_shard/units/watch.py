@@ -52,7 +52,7 @@ class StepWatch(TorchFunctionMode):
         super().__init__()
         self.ran: set[str] = {""}
         self.outside: dict[str, str] = {}
-        self.changed: set[str] = set()
+        self.changed: dict[str, frozenset[str] | None] = {}
         self.guessed = ""
         self._guesses = 0
         self._stack = [""]
@@ -101,7 +101,7 @@ class StepWatch(TorchFunctionMode):
             if name in _VALUES_OF:
                 self._used(args)
             elif descriptor == "__set__" and name == "data" and id(args[0]) in self._names:
-                self.changed.add(self._names[id(args[0])])
+                self.changed[self._names[id(args[0])]] = None
             return func(*args, **kwargs)
         if name not in _DESCRIPTIONS:
             self._look(name, args, kwargs)
@@ -115,11 +115,15 @@ class StepWatch(TorchFunctionMode):
     def _look(self, name: str, args: Any, kwargs: Any) -> None:
         in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         targets = {self._names[id(tensor)] for tensor in _tensors(args[:1]) if id(tensor) in self._names}
-        if in_place and targets:
-            # A moving average reads one weight and writes another where they are: as shards, outside any forward.
-            self.changed |= targets
-        else:
+        if not in_place or not targets:
             self._used((args, kwargs))
+            return
+        # A moving average reads one weight and writes another where they are: as shards, outside any forward.
+        sources = {self._names[id(t)] for t in _tensors((args[1:], kwargs)) if id(t) in self._names}
+        for target in targets:
+            before = self.changed.get(target, frozenset())
+            running = any(holder and holder in self._stack for holder in self._holders[target])
+            self.changed[target] = None if running or before is None else before | sources
 
     def _used(self, arguments: Any) -> None:
         for tensor in _tensors(arguments):

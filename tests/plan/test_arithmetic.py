@@ -12,6 +12,8 @@ from lightning_shard.plan.arithmetic import (
     flat_partition,
     model_states,
     optimizer_elements,
+    own_rows,
+    padded_rows,
     payload_elements,
     sent_elements,
     sharded_partition,
@@ -62,9 +64,28 @@ def test_padding(numels, ranks, flat, sharded):
     assert sharded_partition(numels, ranks) == sharded
 
 
+@pytest.mark.parametrize(
+    ("shape", "ranks", "stored", "own"),
+    [
+        ((6, 5), 2, 15, [15, 15]),  # nothing to pad
+        ((5, 7), 2, 21, [21, 14]),  # 3 rows and 2
+        ((9, 1), 4, 3, [3, 3, 3, 0]),  # ceil(9 / 4) = 3 rows each, so that nothing is left for the last
+        ((3,), 4, 1, [1, 1, 1, 0]),
+        ((1, 2, 3), 4, 6, [6, 0, 0, 0]),  # one row cannot be cut
+        ((0, 3), 2, 0, [0, 0]),
+        ((5, 7), 1, 35, [35]),
+    ],
+)
+def test_rows_of_a_sharded_parameter(shape, ranks, stored, own):
+    assert padded_rows([shape], ranks) == stored
+    assert padded_rows([shape, shape, (4 * ranks,)], ranks) == 2 * stored + 4
+    assert [own_rows(shape, ranks, rank) for rank in range(ranks)] == own
+
+
 def test_optimizer_elements():
     assert optimizer_elements("SGD", {"momentum": 0.0}) == 0
     assert optimizer_elements("SGD", {"momentum": 0.9}) == 1
+    assert optimizer_elements("ASGD", {"lambd": 1e-4}) == 1
     assert optimizer_elements("AdamW", {"amsgrad": False}) == 2
     assert optimizer_elements("AdamW", {"amsgrad": True}) == 3
     with pytest.raises(ValueError, match="Mystery"):
@@ -78,4 +99,4 @@ def test_needs_no_process_group():
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)])
     }
-    assert modules <= {"collections.abc", "dataclasses", "typing"}
+    assert modules <= {"collections.abc", "dataclasses", "math", "typing"}

@@ -179,16 +179,13 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of the Trainer, ``precision`` among them."""
 
-    reference: Mapping[str, Any] | None = None
-    """Those of the one process, where they are others."""
-
 
 def assert_all_same(
     cases: Mapping[str, Case], *, ranks: int = 2, atol: float = 5e-6, rtol: float = 1e-5
 ) -> dict[str, Comparison]:
     """`lightning_shard.testing.assert_same_training` for many cases, in one start of the ranks: a start takes longer
     than a case."""
-    (expected,) = run_distributed(train_all, 1, cases, 1, timeout=120.0)
+    (expected,) = run_distributed(train_all, 1, cases, 0, timeout=120.0)
     found = run_distributed(train_all, ranks, cases, ranks, timeout=120.0)
     tolerance = Tolerance(absolute=atol, relative=rtol)
     compared = {key: compare([rank[key] for rank in found], expected[key], tolerance) for key in cases}
@@ -198,17 +195,17 @@ def assert_all_same(
     return compared
 
 
-def train_all(cases: Mapping[str, Case], world_size: int) -> dict[str, Recording]:
-    """Every case on this rank, one after the other."""
+def train_all(cases: Mapping[str, Case], ranks: int) -> dict[str, Recording]:
+    """Every case on this rank, one after the other; with no ranks, under no strategy."""
     recordings = {}
     for key, case in cases.items():
-        settings = dict(case.reference if world_size == 1 and case.reference is not None else case.settings)
+        settings = dict(case.settings)
         recipe = Recipe(
             make_module=case.make,
-            strategy=case.strategy if world_size > 1 else "auto",
+            strategy=case.strategy if ranks else "auto",
             batches=case.batches,
             split=split_rows,
-            world_size=world_size,
+            world_size=ranks or 1,
             precision=settings.pop("precision", "32-true"),
             seed=0,
             trainer_kwargs=settings,

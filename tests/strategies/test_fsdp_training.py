@@ -84,6 +84,10 @@ def test_five_steps_on_four_ranks() -> None:
     )
 
 
+def test_one_rank() -> None:
+    assert_all_same(cases(named(*NAMES), adamw(), gradient_clip_val=0.1), ranks=1)
+
+
 # --- activation checkpointing ---
 
 

@@ -221,3 +221,57 @@ def test_unknown_optimizer_is_refused_by_name():
         expected_model_state_bytes(trainer.strategy)
     states = expected_model_state_bytes(trainer.strategy, optimizer_elements_per_parameter=3).states
     assert states.optimizer == 12 * PARAMETERS
+
+
+class Scaled(Net):
+    """Two optimizers of different kinds, a 0-dimensional parameter, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.manual_backward((self.net(batch[0]) * self.scale).square().mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        net = self.net.parameters()
+        return [torch.optim.SGD(net, lr=0.1, momentum=0.9), torch.optim.NAdam([self.scale], lr=0.1)]
+
+
+def test_several_optimizers_and_a_single_number_as_a_parameter():
+    """Counters are not counted, though they have the scale's shape; frozen parameters have no states."""
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Scaled(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(4, 65))))
+    held, expected = model_state_bytes(trainer.strategy), expected_model_state_bytes(trainer.strategy)
+    trained = PARAMETERS - NUMELS[0] - NUMELS[1]
+    assert held.storage("parameters") == 4 * (PARAMETERS + 1) == expected.states.parameters
+    assert held.storage("gradients") == 4 * (trained + 1) == expected.states.gradients
+    assert held.storage("optimizer") == 4 * (trained + 2) == expected.states.optimizer
+    assert (expected.stage, expected.ranks, expected.parameters_total) == (0, 1, PARAMETERS + 1)
+    assert expected.per_parameter.parameters == expected.per_parameter.gradients == 4
+
+
+def sharded_along_columns() -> str:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    strategy = pl.strategies.SingleDeviceStrategy(device="cpu")
+    strategy.model = torch.nn.Linear(4, 6, bias=False)
+    torch.distributed.fsdp.fully_shard(
+        strategy.model, mesh=mesh, shard_placement_fn=lambda _: torch.distributed.tensor.Shard(1)
+    )
+    with pytest.raises(ValueError) as raised:
+        expected_model_state_bytes(strategy)
+    assert model_state_bytes(strategy).storage("parameters") == 4 * 6 * 2
+    return str(raised.value)
+
+
+@pytest.mark.ranks
+def test_a_module_sharded_otherwise_is_counted_but_not_expected():
+    for message in run_distributed(sharded_along_columns, 2):
+        assert "shape [6, 4]" in message and "along their first dimension" in message

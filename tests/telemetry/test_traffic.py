@@ -85,6 +85,22 @@ def test_functional_collectives() -> None:
         }
 
 
+def operators_that_communicate() -> tuple[float, Calls]:
+    mesh = init_device_mesh("cpu", (2,))
+    parts = [distribute_tensor(torch.full((6, 4), value), mesh, [Shard(0)], src_data_rank=None) for value in (1.0, 2.0)]
+    with count_traffic() as counter:
+        norm = torch.nn.utils.get_total_norm(parts)
+    return norm.item(), calls_of(counter.traffic)
+
+
+@pytest.mark.ranks
+def test_what_an_operator_on_sharded_tensors_moves_inside() -> None:
+    """The norms of the parts are summed where they are stacked: one number for each of the two tensors."""
+    for norm, calls in run_distributed(operators_that_communicate, 2):
+        assert norm == pytest.approx((24 * 1 + 24 * 4) ** 0.5)
+        assert calls == {("all_reduce", 2, torch.float32, 2): 1}
+
+
 def subgroups_and_snapshots() -> tuple[float, int, Calls, Calls]:
     dist.init_process_group("gloo")
     pair = dist.new_subgroups(2)[0]

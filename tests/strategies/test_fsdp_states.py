@@ -342,6 +342,17 @@ def test_replicas_add_one_all_reduce_a_unit(ranks: int) -> None:
         assert moved == inside + 2 * (psi + padding) // group
 
 
+def test_resharding_to_fewer_ranks_gathers_the_second_time_among_them() -> None:
+    """As many elements as the first time, between two ranks; at rest nothing of that smaller world is left."""
+    agreement, scale, _ = small_messages(4).values()
+    among_two = Counter(call("all_gather", 4 * padded_rows(unit, 4), 2) for unit in UNITS)
+    for batches in run(4, lambda: FSDP2Strategy(reshard_after_forward=2)):
+        batch = batches[-1]
+        assert batch.backward == among_two + per_unit("reduce_scatter", 4) + Counter([agreement, scale])
+        assert batch.after_step is not None and batch.after_step.storage("gathered") == 0
+        assert batch.after_step.storage("parameters") == 4 * (padded_rows(SHAPES, 4) + 1)
+
+
 def checkpointed() -> FSDP2Strategy:
     return FSDP2Strategy(activation_checkpointing=True)
 

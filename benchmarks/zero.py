@@ -14,43 +14,37 @@ is inconclusive. The same ratio of CPU time, which leaves waiting out, stands be
 import argparse
 import copy
 import itertools
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard import Offload, ZeROStrategy
 from lightning_shard.testing import run_distributed
 
-RANKS = 2
-Times = list[tuple[float, float]]
-"""Seconds of each step on one rank: on the clock, and of CPU time."""
-
-NOISE = 0.03
-"""How far bare against bare may be from 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How large the network and its batches are."""
-
-    layers: int
-    """Residual blocks."""
-
-    width: int
-    """Width of the activations; a block has 8 times its square in parameters."""
-
-    rows: int
-    """Rows of a batch on one rank."""
-
+# As a script this file is in no package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.turns import (
+    NOISE,
+    RANKS,
+    TRAINER,
+    Batches,
+    Clock,
+    Module,
+    Size,
+    Times,
+    make_network,
+    make_optimizer,
+    median_ratio,
+    over_ranks,
+    parse_options,
+    show,
+)
 
 SIZES = {"50 ms": Size(layers=4, width=192, rows=224), "200 ms": Size(layers=8, width=256, rows=320)}
 QUICK = {"quick": Size(layers=2, width=32, rows=8)}
@@ -94,77 +88,6 @@ class Result:
     """``met`` or ``missed`` (the target), ``no target`` (a step below 40 ms), or ``inconclusive``."""
 
 
-class Block(nn.Module):
-    """A pre-norm residual feed-forward block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map activations ``[rows, width]`` to the same shape."""
-        change: Tensor = self.net(x)
-        return x + change
-
-
-class Network(nn.Module):
-    """Blocks and a loss, as a bare loop would use it."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block(size.width) for _ in range(size.layers)))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        """Loss of a batch ``[rows, width]``."""
-        loss: Tensor = self.blocks(batch).square().mean()
-        return loss
-
-
-class Module(pl.LightningModule):
-    """The same network as a LightningModule."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__()
-        self.network = network
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Loss of a batch."""
-        loss: Tensor = self.network(batch)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer that the bare loop has, too."""
-        return make_optimizer(self)
-
-
-class Batches(Dataset[Tensor]):
-    """A few batches, over and over."""
-
-    def __init__(self, size: Size, steps: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._batches = [torch.randn(size.rows, size.width, generator=generator) for _ in range(4)]
-        self._steps = steps
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self._batches[index % len(self._batches)]
-
-
-def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over all parameters."""
-    return torch.optim.AdamW(module.parameters(), lr=1e-4)
-
-
-def make_network(size: Size) -> Network:
-    """The network, with the same weights on each call."""
-    torch.manual_seed(0)
-    return Network(size)
-
-
 def bare_steps(config: dict[str, Any], size: Size, batches: Dataset[Tensor]) -> Iterator[None]:
     """A bare DeepSpeed loop; each ``next`` is a step."""
     import deepspeed
@@ -186,6 +109,7 @@ class Turns(pl.Callback):
     def __init__(self, size: Size, batches: Dataset[Tensor]) -> None:
         self.size = size
         self.batches = batches
+        self.clock = Clock()
         self.ours: Times = []
         self.bare: tuple[Times, Times] = ([], [])
 
@@ -194,27 +118,18 @@ class Turns(pl.Callback):
         assert isinstance(trainer.strategy, ZeROStrategy)
         config = trainer.strategy.config
         self.loops = [bare_steps(config, self.size, self.batches) for _ in self.bare]
-        self.begin()
+        self.clock.begin()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Stop the clock of the Trainer's step (everything in its loop is in it), and run each bare loop's step."""
-        self.end(self.ours)
+        self.clock.end(self.ours)
         # Taking turns at being first, so that neither bare engine always follows the Trainer.
         order = (0, 1) if trainer.global_step % 2 else (1, 0)
         for index in order:
-            self.begin()
+            self.clock.begin()
             next(self.loops[index])
-            self.end(self.bare[index])
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the clocks on all ranks together."""
-        torch.distributed.barrier()
-        self.started = time.perf_counter(), time.process_time()
-
-    def end(self, times: Times) -> None:
-        """Stop the clocks."""
-        times.append((time.perf_counter() - self.started[0], time.process_time() - self.started[1]))
+            self.clock.end(self.bare[index])
+        self.clock.begin()
 
 
 def take_turns(stage: int, offload: bool, size: Size, steps: int) -> tuple[Times, Times, Times]:
@@ -223,15 +138,8 @@ def take_turns(stage: int, offload: bool, size: Size, steps: int) -> tuple[Times
     turns = Turns(size, batches)
     trainer = pl.Trainer(
         strategy=ZeROStrategy(stage=stage, offload=Offload(optimizer="cpu") if offload else None),  # type: ignore[arg-type]
-        accelerator="cpu",
-        devices=RANKS,
-        max_epochs=1,
         callbacks=[turns],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **TRAINER,
     )
     trainer.fit(Module(make_network(size)), DataLoader(batches, batch_size=None))
     return turns.ours, *turns.bare
@@ -240,27 +148,20 @@ def take_turns(stage: int, offload: bool, size: Size, steps: int) -> tuple[Times
 def compare(stage: int, offload: bool, name: str, size: Size, warm_up: int, pairs: int) -> Result:
     """Run one comparison on all ranks; a step takes as long as on the rank where it takes longest."""
     by_rank = run_distributed(take_turns, RANKS, stage, offload, size, warm_up + pairs, timeout=600.0)
-    # For each engine the steps, for each step a pair of times from every rank.
-    steps = [list(zip(*(times[engine][warm_up:] for times in by_rank), strict=True)) for engine in range(3)]
-    ours, bare, again = ([max(wall for wall, _ in step) for step in engine] for engine in steps)
-    cpu_ours, cpu_bare, _ = ([sum(cpu for _, cpu in step) for step in engine] for engine in steps)
-    bare_ms = 1000 * statistics.median(bare)
-    ratio, control, cpu_ratio = (
-        statistics.median(x / y for x, y in zip(times, reference, strict=True))
-        for times, reference in ((ours, bare), (again, bare), (cpu_ours, cpu_bare))
-    )
+    ours, bare, again = over_ranks(by_rank, warm_up)
+    ratio, control = median_ratio(ours.wall, bare.wall), median_ratio(again.wall, bare.wall)
     return Result(
         stage=stage,
         offload=offload,
         size=name,
         parameters=sum(parameter.numel() for parameter in make_network(size).parameters()),
-        pairs=len(bare),
-        bare_ms=round(bare_ms, 2),
-        ours_ms=round(1000 * statistics.median(ours), 2),
+        pairs=len(bare.wall),
+        bare_ms=round(bare.milliseconds, 2),
+        ours_ms=round(ours.milliseconds, 2),
         ratio=round(ratio, 4),
         bare_against_bare=round(control, 4),
-        cpu_ratio=round(cpu_ratio, 4),
-        verdict=judge(bare_ms, ratio, control),
+        cpu_ratio=round(median_ratio(ours.cpu, bare.cpu), 4),
+        verdict=judge(bare.milliseconds, ratio, control),
     )
 
 
@@ -286,32 +187,17 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
 }
 
 
-def row(cells: Iterator[str]) -> str:
-    """One line of the table, in Markdown."""
-    return "| " + " | ".join(f"{cell:>12}" for cell in cells) + " |"
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Read the command line, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, nargs="+", choices=[1, 2, 3], default=[1, 2, 3], help="stages to compare")
-    parser.add_argument("--pairs", type=int, default=30, help="steps of each engine that are compared, at least 5")
-    parser.add_argument("--quick", action="store_true", help="a tiny network and 5 pairs: shows that it runs, no more")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    options = parser.parse_args(arguments)
-    if options.pairs < 5:
-        parser.error(f"--pairs {options.pairs}: at least 5 are needed for a median.")
-    sizes, warm_up, pairs = (QUICK, 3, 5) if options.quick else (SIZES, 5, options.pairs)
-    if not options.json:
-        print(row(iter(COLUMNS)), row(iter("---" for _ in COLUMNS)), sep="\n", flush=True)
-    results = []
-    for stage, offload, (name, size) in itertools.product(options.stages, (False, True), sizes.items()):
-        results.append(compare(stage, offload, name, size, warm_up, pairs))
-        if not options.json:
-            print(row(cell(results[-1]) for cell in COLUMNS.values()), flush=True)
-    if options.json:
-        json.dump([asdict(result) for result in results], sys.stdout, indent=2)
-        print()
+    options, warm_up = parse_options(parser, arguments)
+    sizes = QUICK if options.quick else SIZES
+    results = (
+        compare(stage, offload, name, size, warm_up, options.pairs)
+        for stage, offload, (name, size) in itertools.product(options.stages, (False, True), sizes.items())
+    )
+    show(results, COLUMNS, options.json)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import lightning_shard  # registers the names
+import lightning_shard  # noqa: F401 - registers the names
 
 CLOUDS = 8
 SPREAD = 0.05
@@ -50,7 +50,7 @@ class RingGAN(pl.LightningModule):
 
     """
 
-    def __init__(self, noise: int = 8, width: int = 128, layers: int = 2, lr: float = 1e-3) -> None:
+    def __init__(self, noise: int = 4, width: int = 64, layers: int = 2, lr: float = 2e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
@@ -114,12 +114,41 @@ def centres() -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
-def ring(rows: int, noise: int) -> TensorDataset:
-    """Real points and noise for the generator, the same for any number of ranks."""
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(CLOUDS, (rows,), generator=generator)
-    points = centres()[chosen] + SPREAD * torch.randn(rows, 2, generator=generator)
-    return TensorDataset(points, torch.randn(rows, noise, generator=generator))
+class Ring(pl.LightningDataModule):
+    """Real points and noise for the generator.
+
+    A step's global batch is the same rows for any number of ranks; each rank reads its own part of it.
+
+    Args:
+        steps: Batches.
+        batch_size: Points per step over all ranks; must be a multiple of their number.
+        noise: Numbers that the generator makes a point of.
+
+    """
+
+    def __init__(self, steps: int = 500, batch_size: int = 256, noise: int = 4) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        generator = torch.Generator().manual_seed(0)
+        chosen = torch.randint(CLOUDS, (steps * batch_size,), generator=generator)
+        points = centres()[chosen] + SPREAD * torch.randn(len(chosen), 2, generator=generator)
+        self.rows = TensorDataset(points, torch.randn(len(chosen), noise, generator=generator))
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Points ``[batch_size / ranks, 2]`` and noise ``[batch_size / ranks, noise]``.
+
+        Raises:
+            ValueError: If the ranks cannot share a batch evenly.
+
+        """
+        assert self.trainer is not None
+        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        ranks = place["num_replicas"]
+        if self.batch_size % ranks:
+            raise ValueError(f"batch_size={self.batch_size} is not a multiple of the {ranks} ranks that share it.")
+        # Always this sampler, for one process too: rank r of N takes every Nth row.
+        sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(self.rows, shuffle=False, **place)
+        return DataLoader(self.rows, batch_size=self.batch_size // ranks, sampler=sampler)
 
 
 def covered(points: Tensor) -> tuple[int, float]:
@@ -152,15 +181,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=2, help="number of ranks")
     parser.add_argument("--accelerator", default="cpu", help="cpu, gpu or auto")
     parser.add_argument("--precision", default="32-true", help="precision of the Trainer")
-    parser.add_argument("--steps", type=int, default=600, help="steps of each optimizer")
+    parser.add_argument("--steps", type=int, default=500, help="steps of each optimizer")
     parser.add_argument("--batch-size", type=int, default=256, help="points per step over all ranks")
-    for name, value in (("noise", 8), ("width", 128), ("layers", 2)):
+    for name, value in (("noise", 4), ("width", 64), ("layers", 2)):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{name} of the networks")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of both optimizers")
-    options = parser.parse_args()
-    if options.batch_size % options.devices:
-        parser.error(f"--batch-size {options.batch_size} is not a multiple of --devices {options.devices}.")
-    return options
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of both optimizers")
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -179,9 +205,8 @@ def main() -> None:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    data = ring(options.steps * options.batch_size, options.noise)
     model = RingGAN(options.noise, options.width, options.layers, options.lr)
-    trainer.fit(model, DataLoader(data, batch_size=options.batch_size // options.devices))
+    trainer.fit(model, datamodule=Ring(options.steps, options.batch_size, options.noise))
     if not trainer.is_global_zero:
         return
     hit, share = covered(drawing.points)

@@ -29,6 +29,8 @@ def units_table(planned: PlannedUnits, layout: Layout, mesh: DeviceMesh) -> str:
     ranks = mesh.size(mesh.ndim - 1)
     rows = [_row(name or "(the module itself)", list(sharding.sharded_parameters(unit)))
             for name, unit in layout.units.items()]  # fmt: skip
+    rows = [row for row in rows if row[1]]  # a module that is all units holds nothing itself
+    count = len(rows)
     if layout.whole:
         rows.append(_row("(whole on every rank)", list(layout.whole.values())))
     total = ("total", sum(row[1] for row in rows), sum(row[2] for row in rows))
@@ -39,7 +41,7 @@ def units_table(planned: PlannedUnits, layout: Layout, mesh: DeviceMesh) -> str:
     largest = max(rows, key=lambda row: row[1])
     shared = f"{ranks} ranks" if mesh.ndim == 1 else f"{ranks} ranks, in {mesh.size(0)} replicas"
     text = [
-        f"FSDP2: {len(layout.units)} units, sharded over {shared}.",
+        f"FSDP2: {count} units, sharded over {shared}.",
         *lines,
         f"Largest unit: {largest[0]}, {largest[1]:,} parameters; while it is at work, a rank holds all of it.",
     ]

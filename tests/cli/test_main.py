@@ -19,7 +19,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_shard_cli.errors import nearest
 from lightning_shard_cli.main import SUBCOMMANDS, main
 
-from lightning_shard import ActivationCheckpointing, Offload, ZeroPlusPlus, ZeROStrategy, __version__
+from lightning_shard import (
+    ActivationCheckpointing,
+    ClassUnits,
+    FSDP2Strategy,
+    MixedPrecision,
+    Offload,
+    SizeUnits,
+    ZeroPlusPlus,
+    ZeROStrategy,
+    __version__,
+)
 from lightning_shard.registry import NAMES
 from lightning_shard.testing import run_distributed
 
@@ -27,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 BORING = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
 ONE_CPU = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.fast_dev_run=1"]
 ZERO = "--trainer.strategy=ZeROStrategy"
+FSDP2 = "--trainer.strategy=FSDP2Strategy"
 
 
 class RefusedAtSetup(Callback):
@@ -104,6 +115,9 @@ def command(*arguments: str, rank: int = 0) -> subprocess.CompletedProcess[str]:
     )
 
 
+STRATEGIES = (ZeROStrategy, FSDP2Strategy)
+
+
 class TestHelp:
     @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
     def test_short_page(self, arguments, capsys):
@@ -134,30 +148,35 @@ class TestHelp:
         lines = capsys.readouterr().out.splitlines()
         for name, row in NAMES.items():
             assert any(line.split()[:1] == [name] and line.endswith(row.description) for line in lines), name
-        assert "  --trainer.strategy.help=ZeROStrategy" in lines
+        for each in STRATEGIES:
+            assert f"  --trainer.strategy.help={each.__name__}" in lines
 
     @pytest.mark.parametrize(
-        ("key", "options"),
+        ("strategy", "key", "options"),
         [
-            ("offload", Offload),
-            ("zero_plus_plus", ZeroPlusPlus),
-            ("activation_checkpointing", ActivationCheckpointing),
+            (ZeROStrategy, "offload", Offload),
+            (ZeROStrategy, "zero_plus_plus", ZeroPlusPlus),
+            (ZeROStrategy, "activation_checkpointing", ActivationCheckpointing),
+            (FSDP2Strategy, "units", SizeUnits),
+            (FSDP2Strategy, "units", ClassUnits),
+            (FSDP2Strategy, "mixed_precision", MixedPrecision),
         ],
     )
-    def test_strategy_shows_every_option_of_its_option_classes(self, key, options, capsys):
-        assert main(["fit", "--trainer.strategy.help=ZeROStrategy"]) == 0
+    def test_strategy_shows_every_option_of_its_option_classes(self, strategy, key, options, capsys):
+        assert main(["fit", f"--trainer.strategy.help={strategy.__name__}"]) == 0
         page = capsys.readouterr().out
         documented = field_docstrings(options)
         for field in fields(options):
             assert f"\n  --trainer.strategy.{key}.{field.name} " in page
             assert squeezed(documented[field.name]) in squeezed(page), field.name
 
-    def test_strategy_explains_every_option(self, capsys):
-        assert main(["fit", "--trainer.strategy.help=ZeROStrategy"]) == 0
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_strategy_explains_every_option(self, strategy, capsys):
+        assert main(["fit", f"--trainer.strategy.help={strategy.__name__}"]) == 0
         usage, _, page = capsys.readouterr().out.partition("Help for")
         assert usage.startswith("usage: lightning-shard ")
         explained = dict(re.findall(r"^  --trainer\.strategy\.(\w+) .*\n((?:   .*\n)+)", page, flags=re.MULTILINE))
-        for name in signature(ZeROStrategy).parameters:
+        for name in signature(strategy).parameters:
             # An option without a docstring shows its type at once.
             assert not explained[name].lstrip().startswith("(type:"), name
 
@@ -193,6 +212,25 @@ class TestPrintConfig:
         assert main(["fit", f"--config={file}", "--print_config"]) == 0
         assert yaml.safe_load(capsys.readouterr().out) == yaml.safe_load(first)
 
+    @pytest.mark.parametrize(
+        ("name", "settings"),
+        [("ClassUnits", {"classes": ["torch.nn.Linear"]}), ("SizeUnits", {"min_params": 10})],
+    )
+    def test_units_by_the_path_of_their_class(self, name, settings, capsys, tmp_path):
+        units = {"class_path": f"lightning_shard.{name}", "init_args": settings}
+        strategy = {"class_path": "lightning_shard.FSDP2Strategy", "init_args": {"units": units}}
+        (tmp_path / "my.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+        assert main(["fit", BORING, "--config=my.yaml", "--print_config"]) == 0
+        printed = capsys.readouterr().out
+        assert yaml.safe_load(printed)["trainer"]["strategy"]["init_args"]["units"] == settings
+        (tmp_path / "printed.yaml").write_text(printed)
+        assert main(["fit", "--config=printed.yaml", "--print_config"]) == 0
+        assert yaml.safe_load(capsys.readouterr().out) == yaml.safe_load(printed)
+        # And a run is made with them: of the one layer, a unit.
+        done = command("fit", "--config=my.yaml", BORING, *ONE_CPU)
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"^layer +66 ", done.stdout + done.stderr, flags=re.MULTILINE)
+
     def test_command_line_wins_over_file(self, capsys, tmp_path):
         (tmp_path / "my.yaml").write_text("trainer:\n  max_steps: 3\n  devices: 4\n")
         assert main(["fit", BORING, "--config=my.yaml", "--trainer.max_steps=7", "--print_config"]) == 0
@@ -224,6 +262,34 @@ class TestMistakes:
             (
                 [ZERO, "--trainer.strategy.bucket_elements=many"],
                 "--trainer.strategy.bucket_elements: expected a value of type int or null, got 'many'",
+            ),
+            ([FSDP2, "--trainer.strategy.units=size"], "no class 'size'"),
+            ([FSDP2, "--trainer.strategy.replicas=0"], "FSDP2Strategy(replicas=0): groups of ranks, at least 1."),
+            (
+                [FSDP2, "--trainer.strategy.reshard_after_forward=1"],
+                "FSDP2Strategy(reshard_after_forward=1): True, False, or a number of ranks, at least 2.",
+            ),
+            (
+                [FSDP2, "--trainer.strategy.mixed_precision.compute=bf17"],
+                "--trainer.strategy.mixed_precision.compute: expected fp32, bf16, fp16 or null, got 'bf17'; did you"
+                " mean 'bf16'?",
+            ),
+            (
+                [FSDP2, "--trainer.strategy.units=SizeUnits", "--trainer.strategy.units.min_parms=9"],
+                "--trainer.strategy.units: SizeUnits has no option 'min_parms'; did you mean 'min_params'?",
+            ),
+            (
+                [FSDP2, "--trainer.strategy.units=SizeUnits", "--trainer.strategy.units.min_params=0"],
+                "SizeUnits(min_params=0): elements, at least 1.",
+            ),
+            (
+                [
+                    *ONE_CPU,
+                    FSDP2,
+                    "--trainer.strategy.units=ClassUnits",
+                    "--trainer.strategy.units.classes=[no.such.Class]",
+                ],
+                "'no.such.Class', but there is no class of modules at this import path",
             ),
             (["--trainer.max_steps=abc"], "--trainer.max_steps: expected a value of type int, got 'abc'"),
             (

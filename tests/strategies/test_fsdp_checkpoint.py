@@ -24,7 +24,7 @@ from tests.strategies.fsdp_modules import (
     seeded,
     smallest_units,
 )
-from tests.strategies.test_fsdp_loop import Gan, ValLosses
+from tests.strategies.test_fsdp_loop import FINETUNED, Backbone, Finetune, Gan, ValLosses
 from tests.strategies.test_zero_checkpoint import Adapted, Counter, Everything, Noted, Scalar
 from tests.strategies.test_zero_odd_models import TwoHeads
 from tests.strategies.zero_modules import adamw, classes, numbers
@@ -102,12 +102,12 @@ def test_saved_on_four_ranks_read_on_fewer_and_by_plain_modules(tmp_path: Path) 
     saved = on_ranks(saved_by_all, tmp_path, ranks=4, timeout=120.0)[0]
     paths = [tmp_path / "a run" / f"{name}.ckpt" for name in SAVED]
     expected = uninterrupted(stack, classes(3))
-    for ranks in (4, 2, 1):
+    for ranks in (2, 1):
         for outcomes in on_ranks(resumed_from, paths, [shards], ranks=ranks, timeout=120.0):
             for resumed in outcomes:
                 assert_same_tensors(resumed.weights, expected.weights)
                 assert {int(state["step"]) for state in resumed.optimizer.values()} == {6}
-    for outcome in on_ranks(resumed_from, paths[:2], [smallest_units, SAVED["offload"]])[0]:
+    for outcome in on_ranks(resumed_from, paths[:1], [smallest_units, SAVED["offload"]])[0]:
         assert_same_tensors(outcome.weights, expected.weights)
     for name, path in zip(SAVED, paths, strict=True):
         plain = read_shards(path) if path.is_dir() else torch.load(path, weights_only=False)["state_dict"]
@@ -158,12 +158,13 @@ def test_everything_of_a_module_comes_back(kind: str, optimizer: Any, tmp_path: 
         return saved, resumed
 
     expected = uninterrupted(lambda: EverythingBy(optimizer), numbers(2)).weights
-    for saved, resumed in on_ranks(both):
+    outcomes = on_ranks(both)
+    for _, resumed in outcomes:
         assert resumed["still.weight"].eq(0.5).all()
         assert int(resumed["count"]) == 4
         assert_same_tensors(resumed, expected)
     plain = read_shards(path) if path.is_dir() else torch.load(path, weights_only=False)["state_dict"]
-    assert plain.keys() == saved.keys()
+    assert plain.keys() == outcomes[0][0].keys()
     fresh = Everything(frozen=0.1)
     fresh.load_state_dict(plain, strict=True)
     assert fresh.still.weight.eq(0.5).all() and fresh.log_temperature.shape == ()
@@ -191,7 +192,7 @@ def adagrad(module: Any) -> torch.optim.Optimizer:
 
 
 def test_optimizer_states_come_back(tmp_path: Path) -> None:
-    """Adagrad has states before the first step; two optimizers and their schedulers; Adam counts its steps."""
+    """Adagrad has states before the first step; a GAN has two optimizers, and a scheduler for each."""
     makes: dict[str, Any] = {"adagrad": (lambda: Stack(adagrad), classes(3)), "gan": (Gan, numbers(3))}
 
     def both(make: Any, batches: list[Any], path: Path) -> list[Outcome]:
@@ -206,9 +207,12 @@ def test_optimizer_states_come_back(tmp_path: Path) -> None:
         for outcomes in on_ranks(both, make, batches, tmp_path / name):
             for resumed in outcomes:
                 assert_same_tensors(resumed.weights, expected.weights)
-                assert resumed.losses == pytest.approx(resumed.losses)
                 if name == "adagrad":
                     assert resumed.optimizer["first.weight"]["sum"].shape == (7, 13)
+
+
+def test_adams_step_count_comes_back(tmp_path: Path) -> None:
+    """Five steps with gradient 1, then one with 2; nothing of this module is large enough to be sharded."""
 
     def counted() -> list[tuple[float, int]]:
         found = []
@@ -318,6 +322,24 @@ def test_hooks_and_callbacks_states_come_back(kind: str, tmp_path: Path) -> None
     keys = (read_shards(path) if path.is_dir() else torch.load(path, weights_only=False)["state_dict"]).keys()
     assert "extra" in keys and "cache" not in keys
     assert on_ranks(train, 2) == [(7, 5)] * 2
+
+
+def test_a_run_goes_on_with_the_groups_that_a_callback_has_added(tmp_path: Path) -> None:
+    def train(names: list[str], ranks: str) -> list[dict[str, Tensor]]:
+        found = []
+        for name in names:
+            for key, optimizer in FINETUNED.items():
+                path = tmp_path / f"{ranks} {name} {key}"
+                make = lambda made=optimizer: Backbone(made)  # noqa: E731
+                fit(name, seeded(make), numbers(3), callbacks=[Finetune()], max_epochs=2, save=path)
+                again: dict[str, Any] = {"callbacks": [Finetune()], "max_epochs": 3, "ckpt_path": path}
+                found.append(fit(name, seeded(make, 99), numbers(3), **again).weights)
+        return found
+
+    expected = reference(train, ["auto"], "one")
+    for found in on_ranks(train, ["fsdp2"], "two"):
+        for weights, wanted in zip(found, expected, strict=True):
+            assert_same_tensors(weights, wanted)
 
 
 # --- weights only, folders that come and go ---

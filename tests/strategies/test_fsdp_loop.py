@@ -1,5 +1,6 @@
 """Loops, callbacks and Trainers around FSDP2's units: each equals one process, or is refused."""
 
+import copy
 import csv
 import time
 from datetime import timedelta
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     LearningRateMonitor,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
@@ -22,6 +24,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 from lightning_shard import ClassUnits, FSDP2Strategy
 from lightning_shard.testing import RankFailed
@@ -134,6 +137,214 @@ def test_loops_of_the_modules_own() -> None:
     for kind in MANUAL:
         for key, strategy in {"fsdp2": "fsdp2", "kept": "fsdp2_grad", "smallest": smallest_units}.items():
             cases[f"{kind.__name__}, {key}"] = Case(make=kind, batches=numbers(4), strategy=strategy)
+    assert_all_same(cases)
+
+
+class CriticFirst(Gan):
+    """Several steps of one side for each of the other."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        making, judging = self.optimizers()  # type: ignore[misc]
+        noise = batch[:, :3].sin()
+        for _ in range(3):
+            told = self.judge(batch, 1.0) + self.judge(self(noise).detach(), 0.0)
+            judging.zero_grad()
+            self.manual_backward(told)
+            judging.step()
+        if batch_idx % 2:
+            fooled = self.judge(self(noise), 1.0)
+            making.zero_grad()
+            self.manual_backward(fooled)
+            making.step()
+        return told.detach()
+
+
+class KeptGraph(Manual):
+    """Two backwards through one forward."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        hidden = self.net(batch)
+        first, second = hidden.square().mean(), hidden.sin().mean()
+        self.manual_backward(first, retain_graph=True)
+        self.manual_backward(second)
+        optimizer.step()
+        return first.detach()
+
+
+class PlainBackward(pl.LightningModule):
+    """Not through `manual_backward`; in even steps it reaches no sharded parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layer = nn.Linear(4, 4)
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        rows = batch + self.shift
+        loss = (rows if batch_idx % 2 == 0 else self.layer(rows)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_backwards_of_the_modules_own() -> None:
+    cases = {}
+    for kind, batches in ((CriticFirst, numbers(4)), (KeptGraph, numbers(3))):
+        for name in ("fsdp2", "fsdp2_grad"):
+            cases[f"{kind.__name__}, {name}"] = Case(make=kind, batches=batches, strategy=name)
+    assert_all_same(cases)
+
+
+def test_a_plain_backward_averages_every_gradient() -> None:
+    assert_all_same({"fsdp2": Case(make=PlainBackward, batches=numbers(4))})
+
+
+class Adversarial(Stack):
+    """A backward to the input within the step, and a second forward on what it found."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = x.clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(F.cross_entropy(self(x), y), x)
+        return F.cross_entropy(self((x + 0.1 * slope.sign()).detach()), y)
+
+
+class AdversarialGan(Gan):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        _, judging = self.optimizers()  # type: ignore[misc]
+        x = batch.clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(self.judge(x, 1.0), x)
+        loss = self.judge((batch + 0.1 * slope.sign()).detach(), 0.0)
+        judging.zero_grad()
+        self.manual_backward(loss)
+        judging.step()
+        return loss.detach()
+
+
+def test_a_gradient_of_the_input() -> None:
+    cases = {name: Case(make=Adversarial, batches=classes(3), strategy=name) for name in ("fsdp2", "fsdp2_grad")}
+    cases["manual"] = Case(make=AdversarialGan, batches=numbers(3))
+    assert_all_same(cases)
+
+
+class Penalized(Stack):
+    """The gradient of the input is in the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = x.clone().requires_grad_(True)
+        logits = self(x)
+        (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        return F.cross_entropy(logits, y) + slope.square().mean()
+
+
+class PenalizedGan(Gan):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        _, judging = self.optimizers()  # type: ignore[misc]
+        middle = (0.5 * batch + 0.5 * self(batch[:, :3].sin()).detach()).requires_grad_(True)
+        (slope,) = torch.autograd.grad(self.discriminator(middle).sum(), middle, create_graph=True)
+        loss = self.judge(batch, 1.0) + 10 * (slope.norm(dim=1) - 1).square().mean()
+        judging.zero_grad()
+        self.manual_backward(loss)
+        judging.step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_grad"])
+@pytest.mark.parametrize("kind", [Penalized, PenalizedGan])
+def test_gradients_of_gradients_are_right_or_refused(kind: Any, name: str) -> None:
+    batches, refusal = classes(3) if kind is Penalized else numbers(3), ""
+    try:
+        assert_all_same({name: Case(make=kind, batches=batches, strategy=name)})
+    except RankFailed as failure:
+        refusal = str(failure)
+    assert not refusal or "MisconfigurationException: " in refusal
+
+
+# --- hooks and tensors of the module's own ---
+
+
+class ClipsByHand(Stack):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class Halves(Stack):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class Clamps(Stack):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.2, 0.2)
+            self.last.weight.data.mul_(0.9)
+
+
+class Restarts(Stack):
+    """Gives the sharded weights new values."""
+
+    def on_fit_start(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, 0.1)
+                nn.init.zeros_(module.bias)
+
+
+class Distills(Stack):
+    """A frozen LightningModule inside."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module: torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], 1e-2))
+        self.teacher = Stack().requires_grad_(False).eval()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(batch[0])
+        return F.mse_loss(self(batch[0]), wanted)
+
+
+class Averages(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for mean, parameter in zip(self.average.parameters(), self.blocks.parameters(), strict=True):
+                mean.lerp_(parameter, 0.3)
+
+
+class Recomputes(Stack):
+    """Activation checkpointing by the module itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.last(x) * self.log_scale.exp()
+
+
+OWN: list[type[Stack]] = [ClipsByHand, Halves, Clamps, Restarts, Distills, Averages, Recomputes]
+
+
+def test_hooks_and_tensors_of_the_modules_own() -> None:
+    cases = {kind.__name__: Case(make=kind, batches=classes(3)) for kind in OWN}
+    cases["offload"] = Case(make=Clamps, batches=classes(3), strategy="fsdp2_offload")
+    cases["kept"] = Case(make=Recomputes, batches=classes(3), strategy="fsdp2_grad")
+    windows = {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})], "max_epochs": 2}
+    cases["windows"] = Case(make=Stack, batches=classes(4), settings=windows)
     assert_all_same(cases)
 
 

@@ -268,7 +268,7 @@ def test_ranks_that_use_different_units_are_told() -> None:
     """No timeout of a collective would tell; tensors of the same size would even be mixed up."""
 
     def train(width: int) -> None:
-        standstill._TICK = 0.5
+        standstill._TICK, standstill._GRACE = 0.5, 3.0
         fit("fsdp2", Skips(width), numbers(6))
 
     with pytest.raises(RankFailed, match=r"(?s)wait for each other in different places.*'blocks\.\d'"):

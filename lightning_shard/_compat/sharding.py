@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-# Lightning's reader of checkpoints of sharded modules, of which its ModelParallelStrategy is only the caller.
-from lightning.fabric.strategies.model_parallel import _load_checkpoint
+import torch
+
+# The file by which Lightning knows a folder of shards.
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from lightning_shard._compat.model_states import Kind
 
 METADATA_FILENAME = _METADATA_FILENAME
-load_sharded_or_full = _load_checkpoint
 
 __all__ = [
     "METADATA_FILENAME",
@@ -27,12 +27,12 @@ __all__ = [
     "ReentrantRoot",
     "checkpoint_activations",
     "follow_freezing",
-    "load_sharded_or_full",
     "local_bytes",
     "observe_reduction",
     "observe_unshard",
     "parameters_in_no_unit",
     "refresh_dtypes",
+    "refuse_double_backward",
     "sharded_parameters",
     "unit_tensors",
 ]
@@ -103,6 +103,24 @@ def observe_unshard(module: FSDPModule, note: Callable[[], None], waiting: Waiti
     """
     for group in _groups(module):
         group.unshard = _noted(group, group.unshard, note, waiting)
+
+
+def refuse_double_backward(module: FSDPModule, refuse: Callable[[], None]) -> None:
+    """Call ``refuse`` when a backward through the unit of ``module`` is itself recorded for another backward.
+
+    The unit's gathered parameters are released after it, which the second backward would not notice.
+    """
+    for group in _groups(module):
+        group.pre_backward = _single(group.pre_backward, refuse)
+
+
+def _single(pre_backward: Callable[..., None], refuse: Callable[[], None]) -> Callable[..., None]:
+    def single(*args: Any) -> None:
+        if torch.is_grad_enabled():
+            refuse()
+        pre_backward(*args)
+
+    return single
 
 
 def _noted(group: Any, unshard: Callable[..., None], note: Callable[[], None], waiting: Waiting) -> Callable[..., None]:
@@ -195,7 +213,7 @@ class ReentrantRoot:
 
     def __init__(self, module: FSDPModule) -> None:
         assert isinstance(module, nn.Module)
-        self._module = module
+        self._module: Any = module
         self._state: Any = module._get_fsdp_state()
         self._depth = 0
         self._state._pre_forward_hook_handle.remove()
@@ -211,11 +229,15 @@ class ReentrantRoot:
         outermost = self._depth == 0
         if outermost:
             args, kwargs = self._state._pre_forward(self._module, args, kwargs)
+            # A step may have a backward in it, and go on.
+            self._module.set_reshard_after_backward(False, recurse=False)
         self._depth += 1
         try:
             output = method(*args, **kwargs)
         finally:
             self._depth -= 1
+            if outermost:
+                self._module.set_reshard_after_backward(True, recurse=False)
         return self._state._post_forward(self._module, args, output) if outermost else output
 
     def _enter_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from lightning_shard.config import ClassUnits, MixedPrecision, SizeUnits
 from lightning_shard.failing import fails_alone
 from lightning_shard.units import full
 from lightning_shard.units.averaging import shard_averages
-from lightning_shard.units.checkpoints import ShardedCheckpoints
+from lightning_shard.units.checkpoints import OnRankZero, ShardedCheckpoints, whole_optimizer_state
 from lightning_shard.units.guards import check_arguments, check_module, no_inference_mode
 from lightning_shard.units.mesh import make_mesh
 from lightning_shard.units.optimizers import check_optimizers
@@ -249,6 +249,19 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Whole optimizer states by parameter and state name, on every rank, on the CPU. Collective."""
         assert self.lightning_module is not None
         return full.full_optimizer_state(self.lightning_module, self.optimizers)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Shards on every rank, or whole tensors on rank 0, as checkpoints are saved."""
+        weights = super().lightning_module_state_dict()
+        return weights if self._save_distributed_checkpoint or self.is_global_zero else OnRankZero()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Shards on every rank by parameter name, or on rank 0 what one process would save."""
+        if self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        return whole_optimizer_state(optimizer, self.is_global_zero)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -51,7 +51,13 @@ class ReachedParameters:
             wait = partial(self.standstill.waiting, unit=name or "(root)") if watch else _no_wait
             sharding.observe_reduction(unit, self._note_reduction, partial(wait, "the reduction"))
             sharding.observe_unshard(unit, partial(self._gathers.append, index), partial(wait, "a gather"))
+        for parameter in self._whole.values():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._note_whole)  # type: ignore[no-untyped-call]
         self._parameters.extend(self._whole.values())
+
+    def _note_whole(self, parameter: torch.Tensor) -> None:
+        self.pending = True
 
     def _note_reduction(self, reached: list[nn.Parameter], first: list[nn.Parameter]) -> None:
         self.pending = True

@@ -10,16 +10,17 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_shard._compat import sharding
 from lightning_shard.checkpoint.whole import save_whole_or_absent
 from lightning_shard.failing import fails_alone
 from lightning_shard.units.full import full_tensor, has_sharded_tensors
+from lightning_shard.units.loading import WEIGHTS, is_sharded, load_file, load_shards, saved_keys, shard_like
 
 if TYPE_CHECKING:
     from lightning_shard.strategies.fsdp import FSDP2Strategy
@@ -71,7 +72,7 @@ class ShardedCheckpoints:
 
     def _save_shards(self, checkpoint: dict[str, Any], path: Path) -> None:
         sharded = {key: value for key, value in checkpoint.items() if has_sharded_tensors(value)}
-        sharded.setdefault("state_dict", checkpoint["state_dict"])
+        sharded.setdefault(WEIGHTS, checkpoint[WEIGHTS])
         states = sharded.pop("optimizer_states", checkpoint.get("optimizer_states", []))
         sharded.update({f"optimizer_{index}": state for index, state in enumerate(states)})
         rest = {key: value for key, value in checkpoint.items() if key not in sharded and key != "optimizer_states"}
@@ -85,9 +86,9 @@ class ShardedCheckpoints:
         save_whole_or_absent(path, self._strategy.is_global_zero, write, complete)
 
     def _save_file(self, checkpoint: dict[str, Any], path: Path) -> None:
-        if path.is_dir() and not _is_sharded(path):
+        if path.is_dir() and not is_sharded(path):
             raise IsADirectoryError(f"The checkpoint path is a folder, and no checkpoint: {path}")
-        whole = _map_tensors(checkpoint, full_tensor)
+        whole = _map_tensors(checkpoint, full_tensor if self._strategy.is_global_zero else _given_to_rank_zero)
         if self._strategy.is_global_zero:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -102,94 +103,118 @@ class ShardedCheckpoints:
 
         Raises:
             FileNotFoundError: If there is no checkpoint.
-            MisconfigurationException: If training goes on and the checkpoint holds another number of optimizers.
+            MisconfigurationException: If the checkpoint is another module's, or training goes on and it holds another
+                number of optimizers.
 
         """
         path = Path(self._strategy.broadcast(checkpoint_path))
         check_loadable(path)
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self._strategy.optimizers if fitting else []
+        strict = self._module.strict_loading
+        loaded: dict[str, Any]
+        if is_sharded(path):
+            saved = len({key.split(".")[0] for key in saved_keys(path) if key.startswith("optimizer_")})
+        else:
+            # Memory-mapped: only what is read is fetched.
+            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            saved = len(loaded.get("optimizer_states", []))
         if fitting:
-            self._check_optimizers(path, len(optimizers))
-        loaded: dict[str, Any] = sharding.load_sharded_or_full(
-            path=path,
-            state={
-                "state_dict": self._module,
-                **{f"optimizer_{index}": optimizer for index, optimizer in enumerate(optimizers)},
-            },
-            strict=self._module.strict_loading,
-            optimizer_states_from_list=True,
-            weights_only=weights_only,
-        )
+            check_optimizer_count(path, saved, len(optimizers))
+        if is_sharded(path):
+            load_shards(path, self._module, optimizers, strict)
+            loaded = torch.load(path / sharding.METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
+        else:
+            load_file(loaded, path, self._module, optimizers, strict)
         self._restore_averages(path, loaded)
         return loaded
-
-    def _check_optimizers(self, path: Path, wanted: int) -> None:
-        saved = _saved_optimizers(path)
-        if saved == wanted:
-            return
-        if saved == 0:
-            raise MisconfigurationException(
-                f"{path} holds weights only (save_weights_only=True), so training cannot go on from it with the"
-                " optimizer as it was. Load the weights into the module before `fit` to start a new run from them, or"
-                " give a full checkpoint."
-            )
-        raise MisconfigurationException(
-            f"{path} holds the states of {saved} optimizers, but `configure_optimizers` returned {wanted}."
-        )
 
     def _restore_averages(self, path: Path, loaded: dict[str, Any]) -> None:
         """Give an averaging callback what it looks for: the averages as the module's weights, and the trained ones."""
         weights: dict[str, Any] = get_model_state_dict(self._module)
-        if _is_sharded(path):
-            if CURRENT_MODEL not in {key.split(".")[0] for key in _saved_keys(path)}:
+        if is_sharded(path):
+            if CURRENT_MODEL not in {key.split(".")[0] for key in saved_keys(path)}:
                 return
             current = {name: value.detach().clone() for name, value in weights.items()}
             load({CURRENT_MODEL: current}, checkpoint_id=path)
             loaded[CURRENT_MODEL] = current
         elif CURRENT_MODEL in loaded:
             loaded[CURRENT_MODEL] = {
-                name: _shard_like(value, weights[name]) for name, value in loaded[CURRENT_MODEL].items()
+                name: shard_like(value, weights[name])
+                for name, value in loaded[CURRENT_MODEL].items()
+                if name in weights
             }
         else:
             return
-        loaded["state_dict"] = {name: value.detach().clone() for name, value in weights.items()}
+        loaded[WEIGHTS] = {name: value.detach().clone() for name, value in weights.items()}
+
+
+class OnRankZero(dict[str, Any]):
+    """The weights or states on a rank that writes none of them: empty, and to take entries out of it is no mistake.
+
+    ``on_save_checkpoint`` runs on every rank, and edits what only rank 0 has.
+    """
+
+    def __delitem__(self, key: str) -> None:
+        """Nothing."""
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        """The default."""
+        return default
+
+
+def whole_on_rank_zero(value: dict[str, Any], is_global_zero: bool) -> dict[str, Any]:
+    """A nested dict with every sharded tensor whole, on rank 0; elsewhere an empty one. Collective."""
+    whole: dict[str, Any] = _map_tensors(value, full_tensor if is_global_zero else _given_to_rank_zero)
+    return whole if is_global_zero else OnRankZero()
+
+
+def _given_to_rank_zero(value: Tensor) -> Tensor:
+    full_tensor(value)
+    return torch.empty(0)
+
+
+def whole_optimizer_state(optimizer: Optimizer, is_global_zero: bool) -> dict[str, Any]:
+    """An optimizer's state dict as in one process, on rank 0; elsewhere an empty one. Collective."""
+    return whole_on_rank_zero(optimizer.state_dict(), is_global_zero)
+
+
+def check_optimizer_count(path: Path, saved: int, wanted: int) -> None:
+    """Refuse to train on from a checkpoint without the optimizers' states.
+
+    Raises:
+        MisconfigurationException: With both numbers.
+
+    """
+    if saved == wanted:
+        return
+    if saved == 0:
+        raise MisconfigurationException(
+            f"{path} holds weights only (save_weights_only=True), so training cannot go on from it with the optimizer"
+            " as it was. Load the weights into the module before `fit` to start a new run from them, or give a full"
+            " checkpoint."
+        )
+    raise MisconfigurationException(
+        f"{path} holds the states of {saved} optimizers, but `configure_optimizers` returned {wanted}."
+    )
 
 
 def check_loadable(path: Path) -> None:
     """Say what is wrong with a path at which there is no checkpoint.
 
     Raises:
-        FileNotFoundError: If nothing is there, or a folder that is no whole checkpoint.
+        FileNotFoundError: If nothing is there, a part of a checkpoint, or a folder that is no whole one.
 
     """
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
-    if path.is_dir() and not _is_sharded(path):
-        if _is_sharded(path.parent):
-            raise FileNotFoundError(
-                f"{path} lies inside the checkpoint {path.parent}. Give that folder's path instead."
-            )
+    if is_sharded(path.parent):
+        raise FileNotFoundError(f"{path} lies inside the checkpoint {path.parent}. Give that folder's path instead.")
+    if path.is_dir() and not is_sharded(path):
         raise FileNotFoundError(
             f"{path} is no whole checkpoint of shards: it has no file {sharding.METADATA_FILENAME!r}, which is written"
             " last."
         )
-
-
-def _is_sharded(path: Path) -> bool:
-    return path.is_dir() and (path / sharding.METADATA_FILENAME).is_file()
-
-
-def _saved_keys(path: Path) -> set[str]:
-    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
-
-
-def _saved_optimizers(path: Path) -> int:
-    if _is_sharded(path):
-        return len({key.split(".")[0] for key in _saved_keys(path) if key.startswith("optimizer_")})
-    # Memory-mapped: only what is read is fetched.
-    states = torch.load(path, map_location="cpu", mmap=True, weights_only=False).get("optimizer_states", [])
-    return len(states)
 
 
 def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -200,10 +225,3 @@ def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (list, tuple)) and has_sharded_tensors(value):
         return [_map_tensors(each, function) for each in value]
     return value
-
-
-def _shard_like(value: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return value
-    # Every rank has read the same file: each cuts its own part out, and none has to send.
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -39,8 +40,9 @@ class RunningUnits:
         self._reached = None
         if torch.distributed.get_world_size() > 1:
             self._reached = ReachedParameters(layout.units, layout.whole, device)
-        for unit in layout.units.values():
+        for name, unit in layout.units.items():
             sharding.follow_freezing(unit)
+            sharding.refuse_double_backward(unit, partial(_refuse_double_backward, name or "(root)"))
         self._trained: tuple[bool, ...] = ()
         self._parameters = list(module.parameters())
         RunningUnits._by_module[module] = self
@@ -150,6 +152,14 @@ class RunningUnits:
             precision.clip_grad_by_value = lambda optimizer, clip_val: clip_by_value(  # type: ignore[method-assign]
                 precision.main_params(optimizer), clip_val
             )
+
+
+def _refuse_double_backward(unit: str) -> None:
+    raise MisconfigurationException(
+        f"A gradient through the FSDP unit {unit!r} was asked for with create_graph=True, to take the gradient of a"
+        " gradient. The unit's parameters are released before that, so it would be wrong. Compute the penalty without"
+        " second derivatives, or use strategy='ddp'."
+    )
 
 
 @contextmanager

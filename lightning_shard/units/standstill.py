@@ -82,8 +82,8 @@ class Standstill:
         self.verdict = explain(places)
         # A rank that waits in our own message raises the verdict itself; its end wakes up those that wait for it.
         if not self._stop.wait(_GRACE):
-            print(f"lightning_shard: {self.verdict}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback()
+            print(f"lightning_shard: {self.verdict}", file=sys.stderr, flush=True)
             os._exit(1)
 
 

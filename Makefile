@@ -29,8 +29,9 @@ lint: venv ## Check style, formatting and types
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy $(TYPED)
 
-bench: venv ## Compare a Trainer step with a bare DeepSpeed loop
+bench: venv ## Compare Trainer steps with bare loops of the engines
 	@$(RUN) benchmarks/zero.py
+	@$(RUN) benchmarks/fsdp.py
 
 test-nvme: cxx libaio venv ## Run the NVMe tests; their operator compiles for minutes the first time
 	@$(RUN) -m pytest -m nvme --timeout=3000

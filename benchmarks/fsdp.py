@@ -56,7 +56,7 @@ from benchmarks.turns import (
 RESHARD = {"fsdp2": True, "fsdp2_grad": False}
 """The names that are compared, and whether a unit is sharded again after its forward."""
 
-SIZES = {"100 ms": Size(layers=6, width=192, rows=288), "200 ms": Size(layers=8, width=256, rows=320)}
+SIZES = {"100 ms": Size(layers=6, width=192, rows=176), "200 ms": Size(layers=8, width=256, rows=240)}
 QUICK = {"quick": Size(layers=2, width=32, rows=8)}
 
 

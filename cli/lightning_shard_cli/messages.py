@@ -65,8 +65,11 @@ def one_line(message: str, options: Iterable[str]) -> str:
     deepest = max(leaf.depth for leaf in leaves)
     chosen = [leaf for leaf in leaves if leaf.depth == deepest]
     # "Expected a list" beside a misspelt class only says that the class alone would do too.
+    words = _choices(chosen)
     chosen = [leaf for leaf in chosen if not _EXPECTED.match(leaf.text)] or chosen
     said = _type_mismatch(chosen, given) or "; ".join(dict.fromkeys(_explain(leaf, options) for leaf in chosen))
+    if words and said.startswith("no class"):
+        said += f"; it may also be {' or '.join(map(repr, words))}"
     path = chosen[0].path
     return f"--{path}: {said}" if path and path != "config" else said
 
@@ -77,7 +80,7 @@ def _read(message: str) -> tuple[list[_Leaf], str]:
     keys: list[tuple[int, str]] = []
     owners: list[tuple[int, str]] = []
     given = ""
-    for line in message.splitlines():
+    for line in filter(str.strip, message.splitlines()):
         text = re.sub(r"^(- )+", "", line.strip())
         depth = len(line) - len(line.lstrip()) + len(line.strip()) - len(text)
         while owners and owners[-1][0] >= depth:
@@ -117,6 +120,13 @@ def _type_mismatch(leaves: list[_Leaf], given: str) -> str:
     expected += ["null"] if "NoneType" in kinds else []
     listed = ", ".join(expected[:-1]) + f" or {expected[-1]}" if len(expected) > 1 else expected[0]
     return f"expected {listed}, got {given!r}{nearest(given, names)}"
+
+
+def _choices(leaves: list[_Leaf]) -> list[Any]:
+    """The values that stand beside a class: ``["blocks"]`` for ``Literal["blocks"] | SizeUnits``."""
+    matches = [match for leaf in leaves if (match := _EXPECTED.match(leaf.text))]
+    literals = [match["type"].removeprefix("typing.Literal") for match in matches if "Literal" in match["type"]]
+    return [choice for literal in literals for choice in ast.literal_eval(literal)]
 
 
 def _explain(leaf: _Leaf, options: Iterable[str]) -> str:

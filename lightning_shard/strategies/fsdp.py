@@ -235,7 +235,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     ) -> Any:
         self.running.settle_pending()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.running.reshard()
+        self.running.finish_step()
         return output
 
     # --- checkpoints ---

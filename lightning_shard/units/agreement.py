@@ -9,7 +9,9 @@ that have gathered different units, whose weights were mixed up.
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -18,6 +20,20 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard._compat import sharding
 from lightning_shard.units.standstill import Standstill
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """A message to the other ranks that may be under way."""
+
+    work: Any
+    """The collective."""
+
+    message: torch.Tensor
+    """What was sent, and afterwards the answer."""
+
+    gathers: tuple[int, ...]
+    """The units that this rank had gathered, in order."""
 
 
 class ReachedParameters:
@@ -45,6 +61,7 @@ class ReachedParameters:
         self._reached: set[int] = set()
         self._first: set[int] = set()
         self.pending = False
+        self._sent: _Sent | None = None
         for index, (name, unit) in enumerate(units.items()):
             self._parameters.extend(sharding.sharded_parameters(unit))
             unit.set_reduce_scatter_unused_params(True, recurse=False)
@@ -74,32 +91,54 @@ class ReachedParameters:
     def settle(self) -> None:
         """Compare with the other ranks, and take the gradients away that no rank has. Collective.
 
+        A rank that has reached everything needs no answer before the optimizer steps: it goes on, and :meth:`finish`
+        looks at the answer when it has come.
+
         Raises:
             MisconfigurationException: On every rank, if they have gathered different units or in another order.
 
         """
+        self.finish()
         self.pending = False
         gathers = tuple(self._gathers)
-        self._gathers.clear()
         # A tuple of integers hashes alike in every process; 62 bits leave room for the sign.
         digest = hash(gathers) % (1 << 62)
-        mine = [digest, -digest, *(int(id(parameter) in self._reached) for parameter in self._parameters)]
-        message = torch.tensor(mine)
-        with self.standstill.waiting("the comparison after backward"):
-            self._exchange(message)
-        high, low, *reached = message.tolist()
-        if high != -low:
-            raise MisconfigurationException(self._explain(gathers))
-        for parameter, is_reached in zip(self._parameters, reached, strict=True):
-            if not is_reached and id(parameter) in self._first:
-                parameter.grad = None
+        reached = [id(parameter) in self._reached for parameter in self._parameters]
+        message = torch.tensor([digest, -digest, *reached])
+        work = torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
+        missed = [p for p, is_reached in zip(self._parameters, reached, strict=True) if not is_reached]
+        self._sent = _Sent(work=work, message=message, gathers=gathers)
+        if any(parameter.grad is not None for parameter in missed):
+            self.finish(frozenset(self._first))
+        self._gathers.clear()
         self._reached.clear()
         self._first.clear()
 
-    def _exchange(self, message: torch.Tensor) -> None:
-        """Take the largest of each number over the ranks, unless they have come to a standstill."""
+    def finish(self, first: frozenset[int] = frozenset()) -> None:
+        """Look at the answer to the last message, if it has not been looked at.
+
+        Args:
+            first: Parameters, by id, that had no gradient before this backward.
+
+        Raises:
+            MisconfigurationException: As in :meth:`settle`.
+
+        """
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        with self.standstill.waiting("the comparison after backward"):
+            self._wait(sent.work)
+        high, low, *reached = sent.message.tolist()
+        if high != -low:
+            raise MisconfigurationException(self._explain(sent.gathers))
+        for parameter, is_reached in zip(self._parameters, reached, strict=True):
+            if not is_reached and id(parameter) in first:
+                parameter.grad = None
+
+    def _wait(self, work: Any) -> None:
+        """Wait for the answer, unless the ranks have come to a standstill."""
         done = threading.Event()
-        work = torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
         work.get_future().add_done_callback(lambda _: done.set())
         while not done.wait(1.0):
             if self.standstill.verdict is not None:

@@ -130,6 +130,17 @@ class RunningUnits:
         if self._reached is not None and self._reached.pending:
             self.settle()
 
+    def finish_step(self) -> None:
+        """After an optimizer's step: look at what the ranks told each other, and let the next forward gather anew.
+
+        Raises:
+            MisconfigurationException: As :meth:`settle` does, where it could go on without the answer.
+
+        """
+        if self._reached is not None:
+            self._reached.finish()
+        self.reshard()
+
     @property
     def standstill(self) -> str | None:
         """Why the ranks wait for each other in different places, if they do."""

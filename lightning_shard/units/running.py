@@ -3,8 +3,7 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,6 +16,8 @@ from lightning_shard.units.agreement import ReachedParameters
 from lightning_shard.units.shard import Layout
 from lightning_shard.units.whole import WholeParameters, clip_by_norm, clip_by_value, split_kinds
 
+_ATTRIBUTE = "_lightning_shard_units"
+
 
 class RunningUnits:
     """Stays with its module for as long as that lives: several Trainers may use it one after the other.
@@ -28,8 +29,6 @@ class RunningUnits:
         settings: What the module was sharded with, for later strategies to compare.
 
     """
-
-    _by_module: ClassVar["WeakKeyDictionary[nn.Module, RunningUnits]"] = WeakKeyDictionary()
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device, settings: dict[str, Any]) -> None:
         self.layout = layout
@@ -45,7 +44,8 @@ class RunningUnits:
             sharding.refuse_double_backward(unit, partial(_refuse_double_backward, name or "(root)"))
         self._trained: tuple[bool, ...] = ()
         self._parameters = list(module.parameters())
-        RunningUnits._by_module[module] = self
+        # On the module, so that both go when the module goes.
+        vars(module)[_ATTRIBUTE] = self
 
     @classmethod
     def of(cls, module: nn.Module, settings: dict[str, Any]) -> "RunningUnits | None":
@@ -55,7 +55,7 @@ class RunningUnits:
             MisconfigurationException: If it was sharded with other settings.
 
         """
-        running = cls._by_module.get(module)
+        running: RunningUnits | None = vars(module).get(_ATTRIBUTE)
         if running is None:
             return None
         for name, value in settings.items():

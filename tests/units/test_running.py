@@ -1,0 +1,47 @@
+"""A sharded module at work."""
+
+import gc
+import weakref
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.testing import run_distributed
+
+pytestmark = pytest.mark.ranks
+
+
+class Layer(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def module_is_left_alone() -> bool:
+    module = Layer()
+    trainer = pl.Trainer(
+        strategy="fsdp2",
+        accelerator="cpu",
+        devices=2,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(8, 3), batch_size=2))
+    gone = weakref.ref(module)
+    del module, trainer
+    gc.collect()
+    return gone() is None
+
+
+def test_a_module_that_nobody_uses_any_more_is_freed() -> None:
+    assert run_distributed(module_is_left_alone, 2) == [True, True]

@@ -81,7 +81,7 @@ def _try_on_shards(optimizer: Optimizer, mesh: DeviceMesh) -> None:
                 expected = _flat(train_copy(optimizer, settings, start, gradients, whole))
                 found = _flat(train_copy(optimizer, settings, start, gradients, sharded))
             except Exception as error:
-                reason = str(error).strip().splitlines()[0]
+                reason = (str(error).strip() or "no message").splitlines()[0]
                 raise MisconfigurationException(
                     f"{name} cannot run on FSDP2's shards: trying it on two small sharded tensors failed with"
                     f" {type(error).__name__}: {reason} {_REMEDY}"

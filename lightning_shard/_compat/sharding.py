@@ -9,10 +9,7 @@ import torch
 # The file by which Lightning knows a folder of shards.
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from torch import Tensor, nn
-
-# Activation checkpointing by hooks: the public wrapper module would put its own name into every parameter's name.
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_activations
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -25,13 +22,12 @@ __all__ = [
     "METADATA_FILENAME",
     "Board",
     "ReentrantRoot",
-    "checkpoint_activations",
+    "dtypes_of_all",
     "follow_freezing",
     "local_bytes",
     "observe_reduction",
     "observe_unshard",
     "parameters_in_no_unit",
-    "refresh_dtypes",
     "refuse_double_backward",
     "sharded_parameters",
     "unit_tensors",
@@ -187,17 +183,27 @@ def _following(group: Any, pre_forward: Callable[..., Any]) -> Callable[..., Any
     return following
 
 
-def refresh_dtypes(module: FSDPModule) -> None:
-    """Let the units read the dtypes of their parameters again.
+def dtypes_of_all(module: FSDPModule) -> None:
+    """Let the unit of ``module`` take its dtypes from all of its parameters.
 
-    They do so once, from the parameters that are trained at the first forward: gradients of a unit that was frozen then
-    would be reduced in the wrong dtype after it is unfrozen.
+    It takes them, once, from those that are trained at the first forward: after unfreezing, the gradients of a unit
+    that was frozen then would be reduced in the wrong dtype.
     """
-    assert isinstance(module, nn.Module)
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule) and unit._get_fsdp_state()._is_root is not None:
-            for group in _groups(unit):
-                group._init_mp_dtypes()
+    for group in _groups(module):
+        group._init_mp_dtypes = _of_all(group, group._init_mp_dtypes)
+
+
+def _of_all(group: Any, init_dtypes: Callable[[], None]) -> Callable[[], None]:
+    def of_all() -> None:
+        init_dtypes()
+        if group._orig_dtype is None:
+            originals = {parameter.orig_dtype for parameter in group.fsdp_params}
+            reduced = {parameter.reduce_dtype for parameter in group.fsdp_params}
+            if len(originals) == 1 and len(reduced) == 1:
+                (group._orig_dtype,) = originals
+                (group._reduce_dtype,) = reduced
+
+    return of_all
 
 
 class ReentrantRoot:

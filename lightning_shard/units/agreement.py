@@ -61,6 +61,7 @@ class ReachedParameters:
         self._reached: set[int] = set()
         self._first: set[int] = set()
         self.pending = False
+        self.sync = True
         self._sent: _Sent | None = None
         for index, (name, unit) in enumerate(units.items()):
             self._parameters.extend(sharding.sharded_parameters(unit))
@@ -74,7 +75,7 @@ class ReachedParameters:
         self._parameters.extend(self._whole.values())
 
     def _note_whole(self, parameter: torch.Tensor) -> None:
-        self.pending = True
+        self.pending = self.pending or self.sync
 
     def _note_reduction(self, reached: list[nn.Parameter], first: list[nn.Parameter]) -> None:
         self.pending = True

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_shard.config import ClassUnits, SizeUnits
 
@@ -25,8 +26,8 @@ def check_arguments(
         raise MisconfigurationException(
             f"FSDP2Strategy(units={units!r}): choose 'blocks', SizeUnits(min_params=...) or ClassUnits(classes=[...])."
         )
-    if replicas < 1:
-        raise MisconfigurationException(f"FSDP2Strategy(replicas={replicas}): groups of ranks, at least 1.")
+    if not isinstance(replicas, int) or replicas < 1:
+        raise MisconfigurationException(f"FSDP2Strategy(replicas={replicas!r}): groups of ranks, at least 1.")
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward < 2:
         raise MisconfigurationException(
             f"FSDP2Strategy(reshard_after_forward={reshard_after_forward}): True, False, or a number of ranks, at least"
@@ -45,6 +46,12 @@ def check_module(module: "pl.LightningModule") -> None:
         MisconfigurationException: Naming the submodule.
 
     """
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise MisconfigurationException(
+                f"Parameter {name!r} has no shape yet: a lazy module gets it at its first forward, which comes after"
+                " sharding. Run the module on one batch before `fit`, or name the sizes (nn.Linear for nn.LazyLinear)."
+            )
     if not any(True for _ in module.parameters()):
         raise MisconfigurationException(
             f"{type(module).__name__} has no parameters, so there is nothing to shard. Use strategy='auto'."

@@ -8,15 +8,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
+    Sampler,
     SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from lightning_shard.units.dry_copy import cuda_in_use
@@ -28,9 +24,6 @@ class _Nothing(Enum):
 
 NO_BATCH: Final = _Nothing.NO_BATCH
 """What `peek_batch` returns where a batch can only be had by drawing it."""
-
-_POSITIONS = (SequentialSampler, RandomSampler, DistributedSampler, WeightedRandomSampler)
-"""Samplers that give positions of the dataset, so that the first ones do as well."""
 
 
 def peek_batch(loaders: Any) -> Any:
@@ -44,8 +37,8 @@ def peek_batch(loaders: Any) -> Any:
             that structure. As in the Trainer, anything else that can be indexed counts as a loader of its elements.
 
     Returns:
-        The batch, on the CPU; `NO_BATCH` if a dataset is iterable, empty, or fails here (where workers prepare it),
-        if a sampler or batch sampler is not one of torch's, or if a loader can only be iterated.
+        The batch, on the CPU; `NO_BATCH` if a dataset is iterable, empty, or fails here (where workers prepare it, or
+        positions are no keys of it), or if a loader can only be iterated.
 
     """
     with isolate_rng(include_cuda=cuda_in_use()):
@@ -80,23 +73,22 @@ def _of_loader(loader: "DataLoader[Any]") -> Any:
     dataset = _apart(loader.dataset)
     if loader.batch_sampler is None:
         return loader.collate_fn(dataset[0])
-    if type(loader.batch_sampler) is not BatchSampler:
-        raise _OnlyDrawn
-    positions = _first_positions(loader.batch_sampler.sampler, loader.batch_sampler.batch_size, len(dataset))
+    batch_size = getattr(loader.batch_sampler, "batch_size", 1)
+    positions = _first_positions(getattr(loader.batch_sampler, "sampler", None), batch_size, len(dataset))
     if hasattr(dataset, "__getitems__"):
         return loader.collate_fn(dataset.__getitems__(positions))
     return loader.collate_fn([dataset[position] for position in positions])
 
 
 def _first_positions(sampler: Any, batch_size: int, items: int) -> list[int]:
-    positions: list[int] = []
+    """Where a sampler, whatever it is, could begin; the shape of a batch does not depend on it."""
     if type(sampler) is SubsetRandomSampler:
-        positions = list(sampler.indices[:batch_size])
-    elif type(sampler) in _POSITIONS:
-        positions = list(range(min(batch_size, len(sampler), items)))
-    if not positions:
+        return list(sampler.indices[:batch_size])
+    if isinstance(sampler, Sampler) and type(sampler).__module__.startswith(("torch.", "lightning.")):
+        items = min(items, len(sampler))  # type: ignore[arg-type]
+    if not items:
         raise _OnlyDrawn
-    return positions
+    return list(range(min(batch_size, items)))
 
 
 def _apart(dataset: Any) -> Any:

@@ -9,8 +9,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
 
 from lightning_shard.config import ClassUnits, SizeUnits
 from lightning_shard.units.find import Units, find_units, resolve_classes, why_not_a_unit
@@ -162,7 +160,11 @@ def _steps(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
 
 def _one_by_one(loaders: Any) -> list[Any]:
     """The loaders of an evaluation, which go one after the other; each step gets a batch of one."""
-    return tree_leaves(loaders, is_leaf=lambda value: isinstance(value, DataLoader))
+    if isinstance(loaders, dict):
+        return [each for value in loaders.values() for each in _one_by_one(value)]
+    if isinstance(loaders, (list, tuple)):
+        return [each for value in loaders for each in _one_by_one(value)]
+    return [loaders]
 
 
 def manual_roots(module: nn.Module, usage: Usage | None) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_shard.config import MixedPrecision
 
@@ -54,3 +56,30 @@ def make_policy(precision: str, mixed_precision: MixedPrecision | None) -> Mixed
         output_dtype=_DTYPES[mixed_precision.output],
         cast_forward_inputs=not autocast,
     )
+
+
+_WITH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *_WITH_STATISTICS)
+
+
+def stays_fp32(module: nn.Module, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Parameters that must not be gathered in another dtype, and are so few that every rank keeps them whole.
+
+    Autocast leaves the weights of normalisations in fp32, where their operators meet fp32 inputs; those with running
+    statistics need weights of the statistics' dtype in any case, and so do parametrizations that keep buffers
+    (spectral normalisation).
+
+    Args:
+        module: A unit.
+        policy: Its policy.
+
+    """
+    if policy.param_dtype is None:
+        return set()
+    autocast = not policy.cast_forward_inputs
+    kept: set[nn.Parameter] = set()
+    for submodule in module.modules():
+        spectral = isinstance(submodule, ParametrizationList) and any(True for _ in submodule.buffers())
+        if spectral or isinstance(submodule, _NORMS if autocast else _WITH_STATISTICS):
+            kept.update(submodule.parameters())
+    return kept

@@ -40,10 +40,9 @@ class RunningUnits:
         if torch.distributed.get_world_size() > 1:
             self._reached = ReachedParameters(layout.units, layout.whole, device)
         for name, unit in layout.units.items():
+            sharding.dtypes_of_all(unit)
             sharding.follow_freezing(unit)
             sharding.refuse_double_backward(unit, partial(_refuse_double_backward, name or "(root)"))
-        self._trained: tuple[bool, ...] = ()
-        self._parameters = list(module.parameters())
         # On the module, so that both go when the module goes.
         vars(module)[_ATTRIBUTE] = self
 
@@ -71,7 +70,6 @@ class RunningUnits:
 
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step of the module; where the module is a unit itself, with that unit's parameters whole."""
-        self._notice_unfreezing()
         self.reshard()
         try:
             return step(*args, **kwargs) if self._root is None else self._root.call(step, args, kwargs)
@@ -87,13 +85,6 @@ class RunningUnits:
         for unit in self.layout.units.values():
             unit.reshard()
 
-    def _notice_unfreezing(self) -> None:
-        trained = tuple(parameter.requires_grad for parameter in self._parameters)
-        if trained != self._trained:
-            self._trained = trained
-            for root in self._roots:
-                sharding.refresh_dtypes(root)
-
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
         """Let backwards accumulate whole gradients on each rank, without communication."""
@@ -105,6 +96,8 @@ class RunningUnits:
 
     def _set_sync(self, sync: bool) -> None:
         self._sync = sync
+        if self._reached is not None:
+            self._reached.sync = sync
         for root in self._roots:
             root.set_requires_gradient_sync(sync)
 

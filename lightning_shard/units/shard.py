@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -9,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-from lightning_shard._compat import sharding
 from lightning_shard.materialize import has_meta_tensors, materialize
+from lightning_shard.units.policy import stays_fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +83,14 @@ def shard_module(module: nn.Module, plan: UnitPlan, options: ShardOptions) -> La
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     for name in plan.checkpointed:
-        sharding.checkpoint_activations(modules[name])
+        recompute_activations(modules[name])
     units: dict[str, FSDPModule] = {}
     for name in plan.units:
         unit = modules[name]
         _prepare_values(unit, options)
         mine = {f"{name}.{key}".lstrip("."): p for key, p in unit.named_parameters() if not isinstance(p, DTensor)}
-        left_out = {parameter for key, parameter in mine.items() if parameter.dim() == 0 or key in plan.whole}
+        in_fp32 = stays_fp32(unit, options.policy)
+        left_out = {p for key, p in mine.items() if not (p.dim() and p.numel()) or key in plan.whole or p in in_fp32}
         check_dtypes(name, {key: parameter for key, parameter in mine.items() if parameter not in left_out})
         is_root = name in plan.roots
         fully_shard(
@@ -106,6 +109,15 @@ def shard_module(module: nn.Module, plan: UnitPlan, options: ShardOptions) -> La
     whole = {name: parameter for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
     move_rest(module, options.device)
     return Layout(units=units, roots=plan.roots, whole=whole)
+
+
+def recompute_activations(module: nn.Module) -> None:
+    """Let a module keep only its inputs for backward, and run its forward again there.
+
+    Inside the module's call, so that the unit's own hooks are outside of it; and without a wrapper module, which would
+    put its name into every parameter's name.
+    """
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def _prepare_values(unit: nn.Module, options: ShardOptions) -> None:

@@ -41,7 +41,7 @@ def units_table(planned: PlannedUnits, layout: Layout, mesh: DeviceMesh) -> str:
     largest = max(rows, key=lambda row: row[1])
     shared = f"{ranks} ranks" if mesh.ndim == 1 else f"{ranks} ranks, in {mesh.size(0)} replicas"
     text = [
-        f"FSDP2: {count} units, sharded over {shared}.",
+        f"FSDP2: {count} {'unit' if count == 1 else 'units'}, sharded over {shared}.",
         *lines,
         f"Largest unit: {largest[0]}, {largest[1]:,} parameters; while it is at work, a rank holds all of it.",
     ]

@@ -106,7 +106,7 @@ class Batch:
     after_step: ModelStateBytes | None = None
     expected: ExpectedModelStates | None = None
     working: list[int] = field(default_factory=list)
-    """Bytes that were whole at each start of a block, recomputations among them."""
+    """Bytes that were whole at each start of a block's inside, recomputations among them."""
     forward: Counter[Collective] = field(default_factory=Counter)
     backward: Counter[Collective] = field(default_factory=Counter)
     rest: Counter[Collective] = field(default_factory=Counter)
@@ -127,7 +127,7 @@ class Watch(pl.Callback):
         batch = Batch()
         self.batches.append(batch)
         self.gathers = [
-            block.register_forward_pre_hook(
+            block.up.register_forward_pre_hook(
                 lambda *_: batch.working.append(model_state_bytes(trainer.strategy).storage("gathered"))
             )
             for block in getattr(pl_module, "blocks", ())
@@ -360,7 +360,7 @@ def checkpointed() -> FSDP2Strategy:
 def test_recomputing_activations_moves_nothing_more() -> None:
     plain, recomputing = run(2, "fsdp2"), run(2, checkpointed)
     for rank in range(2):
-        assert len(recomputing[rank][-1].working) == 2 * BLOCKS, "each block started twice"
+        assert len(recomputing[rank][-1].working) == 2 * BLOCKS, "the inside of each block ran twice"
         for phase in ("forward", "backward", "rest"):
             assert getattr(recomputing[rank][-1], phase) == getattr(plain[rank][-1], phase)
 

@@ -99,19 +99,23 @@ def test_samplers_of_torch(options: dict[str, Any], expected: Any) -> None:
     "loader",
     [
         DataLoader(Stream(), batch_size=2),
-        DataLoader(Numbers(), batch_size=2, sampler=Odd()),
-        DataLoader(Numbers(), batch_sampler=OddBatches()),
         DataLoader(Numbers(), batch_size=2, collate_fn=lambda items: items[99]),
         DataLoader(TensorDataset(torch.ones(0, 3)), batch_size=2),
         iter([torch.ones(2)]),
         (number for number in range(3)),
         None,
     ],
-    ids=range(8),
+    ids=range(6),
 )
 def test_what_can_only_be_drawn_is_not(loader: Any) -> None:
     assert peek_batch(loader) is NO_BATCH
     assert peek_batch({"known": DataLoader(Numbers(), batch_size=2), "drawn": loader}) is NO_BATCH
+
+
+def test_samplers_of_the_users_own_are_not_asked() -> None:
+    """What they would give may be other items, but a batch of the same shape."""
+    assert peek_batch(DataLoader(Numbers(), batch_size=2, sampler=Odd())).tolist() == [0, 1]
+    assert peek_batch(DataLoader(Numbers(), batch_sampler=OddBatches())).tolist() == [0]
 
 
 def test_the_iterator_still_has_its_first_item() -> None:

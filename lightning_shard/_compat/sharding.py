@@ -31,6 +31,7 @@ __all__ = [
     "refuse_double_backward",
     "sharded_parameters",
     "unit_tensors",
+    "whole_numbers",
 ]
 
 
@@ -129,6 +130,21 @@ def _noted(group: Any, unshard: Callable[..., None], note: Callable[[], None], w
             unshard(*args, **kwargs)
 
     return noted
+
+
+def whole_numbers() -> None:
+    """Let ``float(norm)`` and ``norm.item()`` of sharded tensors be the whole's; every rank must then call them.
+
+    torch hands out this rank's part of a sum that has not been added up yet, without a word.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _whole_number)
+
+
+def _whole_number(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    (tensor,) = args
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().item()
 
 
 class Board:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_shard._compat import sharding
 from lightning_shard.materialize import has_meta_tensors, materialize
 from lightning_shard.units.policy import stays_fp32
 
@@ -81,6 +82,7 @@ def shard_module(module: nn.Module, plan: UnitPlan, options: ShardOptions) -> La
         MisconfigurationException: Naming parameters that a unit cannot hold together, or that have no values.
 
     """
+    sharding.whole_numbers()
     modules = dict(module.named_modules(remove_duplicate=False))
     for name in plan.checkpointed:
         recompute_activations(modules[name])

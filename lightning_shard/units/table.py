@@ -34,7 +34,7 @@ def units_table(planned: PlannedUnits, layout: Layout, mesh: DeviceMesh) -> str:
     if layout.whole:
         rows.append(_row("(whole on every rank)", list(layout.whole.values())))
     total = ("total", sum(row[1] for row in rows), sum(row[2] for row in rows))
-    cells = [("unit", "parameters", "bytes a rank")]
+    cells = [("unit", "parameters", "held by a rank")]
     cells += [(name, f"{parameters:,}", _bytes(held)) for name, parameters, held in [*_shortened(rows), total]]
     widths = [max(len(row[column]) for row in cells) for column in range(3)]
     lines = [f"{name:<{widths[0]}}  {parameters:>{widths[1]}}  {held:>{widths[2]}}" for name, parameters, held in cells]

@@ -184,9 +184,17 @@ def group_of(strategy: str, ranks: int) -> int:
 # --- bytes ---
 
 
-@pytest.mark.parametrize(("optimizer", "states"), [("momentum", 1), ("adam", 2)])
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [*((name, ranks) for name in [*NAMED, "fsdp2_hybrid"] for ranks in (2, 4))]
+    ("strategy", "ranks", "optimizer", "states"),
+    [
+        ("fsdp2", 2, "momentum", 1),
+        ("fsdp2", 4, "adam", 2),
+        ("fsdp2_grad", 2, "adam", 2),
+        ("fsdp2_grad", 4, "momentum", 1),
+        ("fsdp2_offload", 2, "adam", 2),
+        ("fsdp2_hybrid", 2, "adam", 2),
+        ("fsdp2_hybrid", 4, "momentum", 1),
+    ],
 )
 def test_bytes_are_the_formula_and_its_padding(strategy: str, ranks: int, optimizer: str, states: int) -> None:
     group = group_of(strategy, ranks)

@@ -26,9 +26,8 @@ class TwoHeads(Trained):
         return self.heads[batch_idx % 2](self.trunk(batch)).square().mean()
 
 
-@pytest.mark.parametrize("name", ZERO_NAMES)
-def test_alternating_heads(name: str) -> None:
-    assert_same_training(TwoHeads, [name], numbers(6))
+def test_alternating_heads() -> None:
+    assert_same_training(TwoHeads, ZERO_NAMES, numbers(6))
 
 
 class Tied(Trained):
@@ -171,16 +170,16 @@ class Buffers(Trained):
 ODD = [Tied, Frozen, WeightNorm, SpectralNorm, UsedTwice, OtherMethods, Lists, NotContiguous, Unused, Buffers]
 
 
-@pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("model", ODD, ids=lambda model: model.__name__)
-def test_odd_model(model: type[Trained], name: str) -> None:
-    assert_same_training(model, [name], numbers())
+def test_odd_model(model: type[Trained]) -> None:
+    assert_same_training(model, STAGES, numbers())
 
 
-@pytest.mark.parametrize("name", ["zero1_offload", "zero2_offload", "zero3_offload", "zero3_offload_params"])
-def test_tied_and_frozen_under_offload(name: str) -> None:
+def test_tied_and_frozen_under_offload() -> None:
     for model in (Tied, Frozen, Unused):
-        assert_same_training(model, [name], numbers())
+        assert_same_training(
+            model, ["zero1_offload", "zero2_offload", "zero3_offload", "zero3_offload_params"], numbers()
+        )
 
 
 def two_groups(module: Any) -> torch.optim.Optimizer:
@@ -199,9 +198,8 @@ def adagrad_groups(module: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("groups", [two_groups, adagrad_groups])
-@pytest.mark.parametrize("name", ZERO_NAMES)
-def test_parameter_groups(name: str, groups: Any) -> None:
-    assert_same_training(lambda: Classifier(groups), [name], classes())
+def test_parameter_groups(groups: Any) -> None:
+    assert_same_training(lambda: Classifier(groups), ZERO_NAMES, classes())
 
 
 class OneGroupFrozen(Classifier):
@@ -213,9 +211,8 @@ class OneGroupFrozen(Classifier):
             parameter.requires_grad_(False)
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_a_whole_group_frozen(name: str) -> None:
-    assert_same_training(OneGroupFrozen, [name], classes())
+def test_a_whole_group_frozen() -> None:
+    assert_same_training(OneGroupFrozen, STAGES, classes())
 
 
 class OwnSeed(Classifier):
@@ -231,9 +228,8 @@ class OwnSeed(Classifier):
                     parameter.add_(1.0)
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_ranks_start_from_the_weights_of_rank_0(name: str) -> None:
-    assert_same_training(OwnSeed, [name], classes())
+def test_ranks_start_from_the_weights_of_rank_0() -> None:
+    assert_same_training(OwnSeed, STAGES, classes())
 
 
 class DeferredClassifier(Trained):
@@ -253,9 +249,8 @@ class DeferredClassifier(Trained):
         return F.cross_entropy(self.inner(x), y)
 
 
-@pytest.mark.parametrize("name", ZERO_NAMES)
-def test_configure_model(name: str) -> None:
-    assert_same_training(DeferredClassifier, [name], classes())
+def test_configure_model() -> None:
+    assert_same_training(DeferredClassifier, ZERO_NAMES, classes())
 
 
 class HeadByRow(TwoHeads):
@@ -267,7 +262,6 @@ class HeadByRow(TwoHeads):
         return self.heads[self.PATTERN[batch_idx]](self.trunk(batch)).square().mean()
 
 
-@pytest.mark.parametrize("name", ZERO_NAMES)
-def test_alternating_heads_while_accumulating(name: str) -> None:
+def test_alternating_heads_while_accumulating() -> None:
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
-    assert_same_training(HeadByRow, [name], numbers(8), trainer_kwargs=settings)
+    assert_same_training(HeadByRow, ZERO_NAMES, numbers(8), trainer_kwargs=settings)

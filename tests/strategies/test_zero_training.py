@@ -54,4 +54,4 @@ def test_elementwise_optimizers(optimizer: str) -> None:
     def make() -> Classifier:
         return Classifier(lambda module: getattr(torch.optim, optimizer)(module.parameters(), **OPTIMIZERS[optimizer]))
 
-    assert_same_training(make, ["zero1", "zero2_offload", "zero3", "zero3_offload"], classes(4))
+    assert_same_training(make, ["zero1", "zero3_offload"], classes(4))

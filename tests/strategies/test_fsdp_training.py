@@ -1,6 +1,7 @@
 """FSDP2 trains as one process does: losses, all weights on every rank, and optimizer states."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -205,12 +206,16 @@ def test_accumulation_counts_batches_alike() -> None:
 
 
 def test_bf16_mixed_stays_near_one_process() -> None:
-    """`Stack` takes its cross entropy on its own outputs, without a cast."""
+    """`Stack` takes its cross entropy on its own outputs, without a cast.
+
+    Sixty-four rows: a bf16 logit is rounded to 1/256 of its size, otherwise in a matrix product of other rows.
+    """
     strategies = {**named(*NAMES), "smallest": smallest_units}
-    compared = assert_all_same(cases(strategies, sgd(0.05), precision="bf16-mixed"), atol=2e-2, rtol=2e-2)
-    for comparison in compared.values():
-        assert comparison.loss <= 1e-3
-        assert comparison.weight <= 1e-3
+    made = cases(strategies, sgd(0.05), precision="bf16-mixed")
+    made = {key: replace(case, batches=classes(5, rows=64)) for key, case in made.items()}
+    for key, comparison in assert_all_same(made, atol=2e-2, rtol=2e-2).items():
+        assert comparison.loss <= 1e-3, key
+        assert comparison.weight <= 1e-3, key
 
 
 class UpcastStack(Stack):

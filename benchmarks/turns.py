@@ -257,7 +257,7 @@ R = TypeVar("R")
 
 
 def parse_options(
-    parser: argparse.ArgumentParser, arguments: list[str] | None, pairs: int = 30
+    parser: argparse.ArgumentParser, arguments: list[str] | None, pairs: int = 100
 ) -> tuple[argparse.Namespace, int]:
     """Read the command line, with the options that all benchmarks have.
 

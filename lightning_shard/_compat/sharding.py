@@ -1,5 +1,6 @@
 """Private API of torch's FSDP2, and of Lightning's strategy on it."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -268,8 +269,9 @@ class ReentrantRoot:
 
     def _leave_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._depth -= 1
-        # After an exception there is no output, and nothing to go on with.
-        return self._state._post_forward(module, args, output) if self._depth == 0 and output is not None else None
+        if self._depth or (output is None and sys.exc_info()[1] is not None):
+            return None  # after an exception there is no output, and nothing to go on with
+        return self._state._post_forward(module, args, output)
 
 
 def local_bytes(parameter: nn.Parameter) -> int:

@@ -5,7 +5,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import Strategy
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_shard.failing import fails_alone
+
+
+def may_save(strategy: Strategy, module: "pl.LightningModule", storage_options: Any) -> bool:
+    """Whether the ranks can write a checkpoint together; after an error on one of them they cannot.
+
+    Raises:
+        TypeError: If ``storage_options`` is given: every rank writes its own part, to a plain file system.
+
+    """
+    if storage_options is not None:
+        raise TypeError(
+            f"`Trainer.save_checkpoint(..., storage_options=...)` is not supported by {type(strategy).__name__}: every"
+            " rank writes its own part, to a plain file system."
+        )
+    if module.trainer.world_size > 1 and fails_alone(module):
+        rank_zero_info(
+            "Not saving a checkpoint after an error: every rank writes its own part, and the others may be waiting in"
+            " another collective."
+        )
+        return False
+    return True
 
 
 def save_whole_or_absent(

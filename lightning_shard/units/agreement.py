@@ -7,6 +7,7 @@ that have gathered different units, whose weights were mixed up.
 """
 
 import threading
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class ReachedParameters:
         # group of their own: where ranks are out of step, it must not be taken for a part of another collective.
         self._group = torch.distributed.new_group(backend="gloo")
         self.standstill = Standstill()
+        weakref.finalize(self, self.standstill.stop)  # its thread would outlive the module
         watch = device.type == "cpu"
         self._names = list(units)
         self._whole = dict(whole)

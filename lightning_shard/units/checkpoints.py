@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -17,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard._compat import sharding
-from lightning_shard.checkpoint.whole import save_whole_or_absent
-from lightning_shard.failing import fails_alone
+from lightning_shard.checkpoint.whole import may_save, save_whole_or_absent
 from lightning_shard.units.full import full_tensor, has_sharded_tensors
 from lightning_shard.units.loading import WEIGHTS, is_sharded, load_file, load_shards, saved_keys, shard_like
 
@@ -53,16 +51,7 @@ class ShardedCheckpoints:
 
         """
         strategy = self._strategy
-        if storage_options is not None:
-            raise TypeError(
-                f"`Trainer.save_checkpoint(..., storage_options=...)` is not supported by {type(strategy).__name__}:"
-                " every rank writes its own shards, to a plain file system."
-            )
-        if strategy.world_size > 1 and fails_alone(self._module):
-            rank_zero_info(
-                "Not saving a checkpoint after an error: every rank has its own shards, and the others may be waiting"
-                " in another collective."
-            )
+        if not may_save(strategy, self._module, storage_options):
             return
         path = Path(strategy.broadcast(filepath))
         if as_shards:

@@ -58,7 +58,8 @@ def make_policy(precision: str, mixed_precision: MixedPrecision | None) -> Mixed
     )
 
 
-_WITH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_WITH_STATISTICS = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *_WITH_STATISTICS)
 
 

@@ -95,15 +95,12 @@ class RunningUnits:
             self._set_sync(True)
 
     def _set_sync(self, sync: bool) -> None:
-        self._sync = sync
         if self._reached is not None:
             self._reached.sync = sync
         for root in self._roots:
             root.set_requires_gradient_sync(sync)
 
     # --- gradients ---
-
-    _sync = True
 
     def settle(self) -> None:
         """Bring the gradients of a backward into their final state. Collective.
@@ -112,7 +109,7 @@ class RunningUnits:
             MisconfigurationException: On every rank, if they have used different units.
 
         """
-        if not self._sync or self._reached is None:
+        if self._reached is None or not self._reached.sync:
             return
         self._reached.note_whole()
         self._whole.average_gradients()

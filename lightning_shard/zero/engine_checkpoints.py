@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shard import _compat
-from lightning_shard.checkpoint.whole import save_whole_or_absent
-from lightning_shard.failing import fails_alone
+from lightning_shard.checkpoint.whole import may_save, save_whole_or_absent
 from lightning_shard.zero import checkpoint as format
 from lightning_shard.zero import state
 from lightning_shard.zero.consolidate import read_checkpoint
@@ -38,16 +37,7 @@ class EngineCheckpoints:
 
         """
         strategy = self._strategy
-        if storage_options is not None:
-            raise TypeError(
-                f"`Trainer.save_checkpoint(..., storage_options=...)` is not supported by {type(strategy).__name__}:"
-                " the engine writes to plain file systems."
-            )
-        if strategy.world_size > 1 and fails_alone(self._module):
-            rank_zero_info(
-                "Not saving a checkpoint after an error: every rank writes its own part, and the others may be waiting"
-                " in another collective."
-            )
+        if not may_save(strategy, self._module, storage_options):
             return
         path = Path(strategy.broadcast(filepath))
         _, optimizer = strategy.module_and_optimizer()

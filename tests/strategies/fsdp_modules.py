@@ -21,7 +21,7 @@ from lightning_shard._parity import (
     train_and_record,
 )
 from lightning_shard.testing import run_distributed
-from tests.strategies.zero_modules import MakeOptimizer, Trained
+from tests.strategies.zero_modules import Classifying, MakeOptimizer
 from tests.strategies.zero_runs import loader, trainer
 
 NAMES = ["fsdp2", "fsdp2_grad", "fsdp2_offload"]
@@ -46,7 +46,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Stack(Trained):
+class Stack(Classifying):
     """Three blocks between two linear layers, and a 0-dimensional scale beside them."""
 
     def __init__(self, optimizer: MakeOptimizer | None = None) -> None:
@@ -61,22 +61,6 @@ class Stack(Trained):
         for block in self.blocks:
             x = block(x)
         return self.last(x) * self.log_scale.exp()
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self(x), y)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), sync_dist=True)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch), sync_dist=True)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
 
 
 class Pair(nn.Module):

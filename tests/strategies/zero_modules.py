@@ -43,16 +43,8 @@ class Trained(pl.LightningModule):
         return self.make_optimizer(self)
 
 
-class Classifier(Trained):
-    """Three linear layers of unequal size and one 0-dimensional scale."""
-
-    def __init__(self, optimizer: MakeOptimizer | None = None) -> None:
-        super().__init__(optimizer)
-        self.net = nn.Sequential(nn.Linear(13, 17), nn.GELU(), nn.Linear(17, 29), nn.GELU(), nn.Linear(29, 3))
-        self.log_scale = nn.Parameter(torch.tensor(0.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) * self.log_scale.exp()
+class Classifying(Trained):
+    """Every step of a classifier, on whatever its forward is."""
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -69,6 +61,18 @@ class Classifier(Trained):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch[0])
+
+
+class Classifier(Classifying):
+    """Three linear layers of unequal size and one 0-dimensional scale."""
+
+    def __init__(self, optimizer: MakeOptimizer | None = None) -> None:
+        super().__init__(optimizer)
+        self.net = nn.Sequential(nn.Linear(13, 17), nn.GELU(), nn.Linear(17, 29), nn.GELU(), nn.Linear(29, 3))
+        self.log_scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.log_scale.exp()
 
 
 class Upcast(Classifier):

@@ -51,7 +51,7 @@ def save_whole_or_absent(
         RuntimeError: On every rank, if writing failed on any; the temporary folder is removed.
 
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     if is_global_zero:
         _remove(partial)
         partial.mkdir(parents=True)
@@ -68,7 +68,7 @@ def save_whole_or_absent(
     if is_global_zero:
         try:
             complete(partial)
-            _replace(partial, path)
+            move_to(partial, path)
         except OSError as error:
             failure = f"{type(error).__name__}: {error}"
             shutil.rmtree(partial, ignore_errors=True)
@@ -77,7 +77,13 @@ def save_whole_or_absent(
             raise RuntimeError(f"The checkpoint {path} was not written: rank {rank} failed with {reason}")
 
 
-def _replace(partial: Path, path: Path) -> None:
+def partial_of(path: Path) -> Path:
+    """Where a checkpoint is written before it is whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def move_to(partial: Path, path: Path) -> None:
+    """Put a whole checkpoint, folder or file, in its place; one that stands there already is kept until then."""
     old = path.with_name(f".{path.name}.old")
     _remove(old)
     if path.exists():

@@ -128,7 +128,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.accelerator.setup(trainer)
         self._running = RunningUnits.of(module, self._sharding())
         if self._running is None:
-            check_module(module)
+            check_module(module, self.root_device, self._layer_sync is not None)
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)

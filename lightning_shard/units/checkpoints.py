@@ -1,6 +1,5 @@
 """Lightning's own sharded folders and single files, written whole or not at all."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard._compat import sharding
-from lightning_shard.checkpoint.whole import may_save, save_whole_or_absent
+from lightning_shard.checkpoint.whole import may_save, move_to, partial_of, save_whole_or_absent
 from lightning_shard.units.full import full_tensor, has_sharded_tensors
 from lightning_shard.units.loading import WEIGHTS, is_sharded, load_file, load_shards, saved_keys, shard_like
 
@@ -79,9 +78,9 @@ class ShardedCheckpoints:
             raise IsADirectoryError(f"The checkpoint path is a folder, and no checkpoint: {path}")
         whole = _map_tensors(checkpoint, full_tensor if self._strategy.is_global_zero else _given_to_rank_zero)
         if self._strategy.is_global_zero:
-            if path.is_dir():
-                shutil.rmtree(path)
-            self._strategy.checkpoint_io.save_checkpoint(whole, str(path))
+            partial = partial_of(path)
+            self._strategy.checkpoint_io.save_checkpoint(whole, str(partial))
+            move_to(partial, path)  # what stands there is kept until the new one is whole
         self._strategy.barrier()
 
     def load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -120,21 +119,17 @@ class ShardedCheckpoints:
 
     def _restore_averages(self, path: Path, loaded: dict[str, Any]) -> None:
         """Give an averaging callback what it looks for: the averages as the module's weights, and the trained ones."""
+        in_shards = is_sharded(path) and any(key.startswith(f"{CURRENT_MODEL}.") for key in saved_keys(path))
+        if not in_shards and CURRENT_MODEL not in loaded:
+            return
         weights: dict[str, Any] = get_model_state_dict(self._module)
-        if is_sharded(path):
-            if CURRENT_MODEL not in {key.split(".")[0] for key in saved_keys(path)}:
-                return
+        if in_shards:
             current = {name: value.detach().clone() for name, value in weights.items()}
             load({CURRENT_MODEL: current}, checkpoint_id=path)
-            loaded[CURRENT_MODEL] = current
-        elif CURRENT_MODEL in loaded:
-            loaded[CURRENT_MODEL] = {
-                name: shard_like(value, weights[name])
-                for name, value in loaded[CURRENT_MODEL].items()
-                if name in weights
-            }
         else:
-            return
+            trained = loaded[CURRENT_MODEL]
+            current = {name: shard_like(value, weights[name]) for name, value in trained.items() if name in weights}
+        loaded[CURRENT_MODEL] = current
         loaded[WEIGHTS] = {name: value.detach().clone() for name, value in weights.items()}
 
 

@@ -39,13 +39,23 @@ def check_arguments(
         )
 
 
-def check_module(module: "pl.LightningModule") -> None:
-    """Refuse a module that is sharded already, by something else.
+def check_module(module: "pl.LightningModule", device: torch.device, sync_batchnorm: bool) -> None:
+    """Refuse a module that cannot be sharded, or is sharded already, by something else.
+
+    Args:
+        module: The module.
+        device: The training device.
+        sync_batchnorm: Whether the Trainer was told so.
 
     Raises:
-        MisconfigurationException: Naming the submodule.
+        MisconfigurationException: Naming the submodule or the parameter.
 
     """
+    if sync_batchnorm and device.type == "cpu":
+        raise MisconfigurationException(
+            "Trainer(sync_batchnorm=True) needs GPUs: torch's SyncBatchNorm does not run on the CPU. Leave it out; each"
+            " rank then normalises by its own rows."
+        )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise MisconfigurationException(

@@ -1,5 +1,7 @@
 """What users' modules and callbacks do, and what they hold, beside what a textbook module does."""
 
+import subprocess
+import sys
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from lightning_shard import FSDP2Strategy
+from lightning_shard import FSDP2Strategy, MixedPrecision
 from lightning_shard.testing import RankFailed, run_distributed
 from lightning_shard.units import standstill
 from tests.strategies.fsdp_modules import NAMES, Block, Case, Stack, assert_all_same, fit, seeded
@@ -167,6 +169,60 @@ def hold(message: str) -> None:
 def test_parts_that_cannot_be_sharded_are_named(message: str) -> None:
     with pytest.raises(RankFailed, match=rf"MisconfigurationException: .*'{PARTS[message][0]}'.*{message}"):
         run_distributed(hold, 2, message, timeout=60.0)
+
+
+def normalise_together() -> None:
+    fit("fsdp2", Normalised(), classes(2), sync_batchnorm=True)
+
+
+def test_synchronised_batch_norms_need_a_gpu() -> None:
+    with pytest.raises(RankFailed, match=r"MisconfigurationException: Trainer\(sync_batchnorm=True\) needs GPUs"):
+        run_distributed(normalise_together, 2, timeout=60.0)
+
+
+class Answers(Stack):
+    """Keeps the dtype of what leaves a step."""
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        assert outputs["loss"].dtype == torch.float32 and outputs["logits"].dtype == torch.float32
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        assert logits.dtype == torch.bfloat16
+        return {"loss": F.cross_entropy(logits.float(), y), "logits": logits.detach()}
+
+
+def pure_policy() -> FSDP2Strategy:
+    return FSDP2Strategy(mixed_precision=MixedPrecision(compute="bf16", reduce="fp32", output="fp32"))
+
+
+def answer() -> list[float]:
+    return fit(pure_policy(), seeded(Answers), classes(3)).losses
+
+
+def test_outputs_of_a_step_are_cast() -> None:
+    for losses in run_distributed(answer, 2, timeout=60.0):
+        assert len(losses) == 3
+
+
+WITHOUT_DEEPSPEED = """
+import sys
+sys.modules["deepspeed"] = None  # as if it were not installed
+import lightning.pytorch as pl
+import lightning_shard
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+pl.Trainer(strategy="fsdp2", accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False).fit(
+    BoringModel()
+)
+print("trained")
+"""
+
+
+def test_fsdp2_needs_no_deepspeed() -> None:
+    run = subprocess.run([sys.executable, "-c", WITHOUT_DEEPSPEED], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.splitlines()[-1] == "trained", run.stderr
 
 
 def test_replicas_that_are_no_number_are_refused() -> None:

@@ -5,8 +5,10 @@ import sys
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_shard._compat.lightning import attached_trainer
+
 
 def fails_alone(module: "pl.LightningModule | None") -> bool:
     """Whether this rank is on its way out with an error, so that the others will not meet it in a collective."""
-    trainer = None if module is None else module._trainer
+    trainer = attached_trainer(module)
     return trainer is not None and trainer.interrupted and not isinstance(sys.exc_info()[1], SIGTERMException)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 
 # Lightning's checks that its DeepSpeedStrategy runs; the CPU path replaces the methods that call them.
@@ -10,6 +11,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 
 # The Trainer's own reading of `configure_optimizers`, with all its forms and warnings: there is no public name for it.
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
+from torch.distributed.device_mesh import DeviceMesh
 
 StrategyRegistryType = _StrategyRegistry
 format_precision_config = _format_precision_config
@@ -32,3 +34,13 @@ def train_batch_size_per_rank(trainer: Any) -> int | None:
         return None
     batch_size = getattr(getattr(source.dataloader(), "batch_sampler", None), "batch_size", None)
     return batch_size if isinstance(batch_size, int) else None
+
+
+def attached_trainer(module: "pl.LightningModule | None") -> "pl.Trainer | None":
+    """The module's Trainer, if it has one: the public property raises where there is none."""
+    return None if module is None else module._trainer
+
+
+def give_mesh(module: "pl.LightningModule", mesh: DeviceMesh) -> None:
+    """Let ``configure_model`` find the mesh as ``self.device_mesh``, which has no public setter."""
+    module._device_mesh = mesh

@@ -14,6 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard._compat.lightning import give_mesh
 from lightning_shard.config import ClassUnits, MixedPrecision, SizeUnits
 from lightning_shard.failing import fails_alone
 from lightning_shard.units import full
@@ -104,7 +105,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._setup_distributed()
         self._device_mesh = make_mesh(self.root_device, self.world_size, self._replicas, self._reshard_after_forward)
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
+        give_mesh(self.lightning_module, self._device_mesh)
 
     @override
     def _get_process_group_backend(self) -> str:

@@ -19,6 +19,7 @@ from lightning_shard.registry import register_strategies
 
 if TYPE_CHECKING:
     from lightning_shard.strategies.fsdp import FSDP2Strategy
+    from lightning_shard.strategies.pipeline import PipelineStrategy
     from lightning_shard.strategies.zero import ZeROStrategy
     from lightning_shard.zero.consolidate import consolidate_checkpoint
 
@@ -30,6 +31,7 @@ __all__ = [
     "FSDP2Strategy",
     "MixedPrecision",
     "Offload",
+    "PipelineStrategy",
     "SizeUnits",
     "ZeROStrategy",
     "ZeroPlusPlus",
@@ -39,6 +41,7 @@ __all__ = [
 
 _MODULES = {
     "FSDP2Strategy": "lightning_shard.strategies.fsdp",
+    "PipelineStrategy": "lightning_shard.strategies.pipeline",
     "ZeROStrategy": "lightning_shard.strategies.zero",
     "consolidate_checkpoint": "lightning_shard.zero.consolidate",
 }

@@ -128,6 +128,11 @@ def preload(*modules: str) -> None:
     _extra_modules.extend(modules)
 
 
+def start() -> None:
+    """Let the server start now, in the background, rather than at the first job."""
+    _context()
+
+
 def run(job: Job, world_size: int, timeout: float) -> list[Any]:
     """Run ``job`` on ``world_size`` fresh ranks and return their results by rank.
 

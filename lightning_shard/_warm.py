@@ -5,12 +5,15 @@ touch a GPU, for neither survives a fork.
 """
 
 import contextlib
+import gc
 import importlib
 import logging
 
 MODULES = (
     "lightning.pytorch",
     "lightning_shard",
+    "lightning_shard.strategies.fsdp",
+    "lightning_shard.strategies.zero",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -18,11 +21,13 @@ MODULES = (
     # The engine imports these at its first ``initialize``: with them, some 600 modules of the torch compiler (1.5 s).
     "deepspeed.comm.mori",
     "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     # A test file imports it.
     "pytest",
 )
 
+gc.disable()
 logging.disable(logging.WARNING)
 for _name in MODULES:
     # A module that is not installed, or that a later release moved, costs a rank that needs it time and nothing else;
@@ -30,3 +35,4 @@ for _name in MODULES:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
 logging.disable(logging.NOTSET)
+gc.enable()

@@ -37,6 +37,7 @@ class Name:
         return self.strategy_class()(**settings)
 
 
+PIPELINE = "lightning_shard.strategies.pipeline:PipelineStrategy"
 FSDP2 = "lightning_shard.strategies.fsdp:FSDP2Strategy"
 ZERO = "lightning_shard.strategies.zero:ZeROStrategy"
 
@@ -93,6 +94,41 @@ NAMES: dict[str, Name] = {
         strategy=FSDP2,
         settings={"replicas": 2},
         description="FSDP2 sharded within each half of the ranks, replicated between the halves (HSDP)",
+    ),
+    "pipeline_gpipe": Name(
+        strategy=PIPELINE,
+        settings={"schedule": "gpipe"},
+        description="Pipeline of stages, all forwards before all backwards (GPipe)",
+    ),
+    "pipeline_1f1b": Name(
+        strategy=PIPELINE,
+        settings={"schedule": "1f1b"},
+        description="Pipeline that alternates forwards and backwards: fewer activations at once (1F1B)",
+    ),
+    "pipeline_interleaved": Name(
+        strategy=PIPELINE,
+        settings={"schedule": "interleaved"},
+        description="1F1B with several stages on each rank: a smaller bubble, more messages",
+    ),
+    "pipeline_looped_bfs": Name(
+        strategy=PIPELINE,
+        settings={"schedule": "looped_bfs"},
+        description="GPipe's order with several stages on each rank (breadth first)",
+    ),
+    "pipeline_zero_bubble": Name(
+        strategy=PIPELINE,
+        settings={"schedule": "zero_bubble"},
+        description="Interleaved pipeline that fills its bubble with the gradients of weights (ZB1P)",
+    ),
+    "pipeline_zbv": Name(
+        strategy=PIPELINE,
+        settings={"schedule": "zbv"},
+        description="Zero-bubble pipeline whose first rank also has the last stage (ZBV)",
+    ),
+    "pipeline_dualpipev": Name(
+        strategy=PIPELINE,
+        settings={"schedule": "dualpipev"},
+        description="V-shaped pipeline that pairs forwards with backwards (DualPipeV)",
     ),
 }
 

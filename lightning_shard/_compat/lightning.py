@@ -11,6 +11,10 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 
 # The Trainer's own reading of `configure_optimizers`, with all its forms and warnings: there is no public name for it.
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
+
+# The launcher has no public name, nor has the Trainer's way to call hooks.
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.trainer import call
 from torch.distributed.device_mesh import DeviceMesh
 
 StrategyRegistryType = _StrategyRegistry
@@ -44,3 +48,36 @@ def attached_trainer(module: "pl.LightningModule | None") -> "pl.Trainer | None"
 def give_mesh(module: "pl.LightningModule", mesh: DeviceMesh) -> None:
     """Let ``configure_model`` find the mesh as ``self.device_mesh``, which has no public setter."""
     module._device_mesh = mesh
+
+
+def leave_backward_to_strategy(trainer: "pl.Trainer") -> None:
+    """Let automatic optimization call neither ``zero_grad`` nor ``backward``; a switch without a public name."""
+    trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward = True
+
+
+def zero_gradients(trainer: "pl.Trainer", batch_idx: int) -> None:
+    """What that loop does before a backward, with the hooks around it, if ``batch_idx`` begins to accumulate."""
+    if batch_idx % trainer.accumulate_grad_batches == 0:
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        optimizer = trainer.optimizers[0]
+        loop._on_before_zero_grad(optimizer)
+        loop._optimizer_zero_grad(batch_idx, optimizer)
+
+
+def call_hooks(trainer: "pl.Trainer", name: str, *args: Any) -> None:
+    """Call a hook of the callbacks and of the module, as the Trainer does."""
+    call._call_callback_hooks(trainer, name, *args)
+    call._call_lightning_module_hook(trainer, name, *args)
+
+
+class WholeModuleLauncher(_MultiProcessingLauncher):
+    """Starts ranks by spawn or fork, and gives the parent the weights of all ranks, not rank 0's own."""
+
+    def _collect_rank_zero_results(self, trainer: "pl.Trainer", results: Any) -> Any:
+        module = trainer.lightning_module
+        whole = trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+        vars(module)["state_dict"] = lambda: whole
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            del vars(module)["state_dict"]

@@ -128,7 +128,7 @@ def watch_steps(trainer: "pl.Trainer", module: "pl.LightningModule") -> Usage | 
 
     """
     usages = []
-    for step, loaders in _steps(trainer):
+    for step, loaders in steps_to_come(trainer):
         if (batch := peek_batch(loaders)) is not NO_BATCH:
             usages.append(watch_step(module, step, trainer.precision_plugin.convert_input(batch)))
     by_rank: list[Usage | None] = [None] * torch.distributed.get_world_size()
@@ -138,7 +138,7 @@ def watch_steps(trainer: "pl.Trainer", module: "pl.LightningModule") -> Usage | 
     return agree(seen) if seen else None
 
 
-def _steps(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
+def steps_to_come(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
     """The steps to come, each with its loaders. The Trainer asks for them here, a little earlier than otherwise."""
     match trainer.state.fn:
         case TrainerFn.FITTING:

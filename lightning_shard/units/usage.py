@@ -134,7 +134,7 @@ def _run(module: "pl.LightningModule", step: str, batch: Any, watch: StepWatch, 
     stack.enter_context(mode)
     stack.enter_context(watch)
     method = getattr(clone, step)
-    method(*_arguments(method, fake_batch))
+    method(*step_arguments(method, fake_batch))
 
 
 def _device(module: nn.Module, batch: Any) -> torch.device:
@@ -156,7 +156,7 @@ def _device(module: nn.Module, batch: Any) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _arguments(method: Callable[..., Any], batch: Any) -> list[Any]:
+def step_arguments(method: Callable[..., Any], batch: Any) -> list[Any]:
     """The batch, and 0 for what else a step takes by position: the numbers of the batch and of its loader."""
     parameters = list(inspect.signature(method).parameters.values())
     if any(parameter.name == "dataloader_iter" for parameter in parameters):

@@ -13,10 +13,10 @@ from lightning_shard._compat.dry_run import UnsupportedOperatorException, ValueW
 _MOST_GUESSES = 64
 """Values that one dry run may make up: a loop that waits for a value to change would never end."""
 
-_VALUES_OF = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+VALUES_OF = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Attributes that hand out a tensor's elements; the others only describe it."""
 
-_DESCRIPTIONS = frozenset(
+DESCRIPTIONS = frozenset(
     "size dim ndimension stride storage_offset numel nelement element_size get_device is_contiguous is_floating_point"
     " is_complex is_signed is_conj is_neg is_pinned is_shared is_inference is_same_size data_ptr requires_grad_"
     " register_hook register_post_accumulate_grad_hook retain_grad __len__ __hash__ __repr__ backward grad"
@@ -24,7 +24,7 @@ _DESCRIPTIONS = frozenset(
 )
 """Functions that read no element of their arguments, by name; ``grad`` is ``torch.autograd.grad``."""
 
-_IN_PLACE = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __ipow__ __imod__".split())
+IN_PLACE = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __ipow__ __imod__".split())
 
 _GUESSES: dict[str, Callable[..., Any]] = {
     "item": lambda tensor: _made_up(tensor),
@@ -98,12 +98,12 @@ class StepWatch(TorchFunctionMode):
                 self._aliases.append(result)
             return result
         if descriptor:
-            if name in _VALUES_OF:
+            if name in VALUES_OF:
                 self._used(args)
             elif descriptor == "__set__" and name == "data" and id(args[0]) in self._names:
                 self.changed[self._names[id(args[0])]] = None
             return func(*args, **kwargs)
-        if name not in _DESCRIPTIONS:
+        if name not in DESCRIPTIONS:
             self._look(name, args, kwargs)
         try:
             return func(*args, **kwargs)
@@ -113,7 +113,7 @@ class StepWatch(TorchFunctionMode):
             return self._guess(name, error, args, kwargs)
 
     def _look(self, name: str, args: Any, kwargs: Any) -> None:
-        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         targets = {self._names[id(tensor)] for tensor in _tensors(args[:1]) if id(tensor) in self._names}
         if not in_place or not targets:
             self._used((args, kwargs))
@@ -133,10 +133,7 @@ class StepWatch(TorchFunctionMode):
                     self.outside.setdefault(holder, name or "")
 
     def _guess(self, name: str, error: Exception, args: Any, kwargs: Any) -> Any:
-        guess = _GUESSES.get(name)
-        wanted = isinstance(error, ValueWanted)
-        if guess is None or not wanted:
-            raise error
+        made_up = guess_value(name, error, args, kwargs)
         self._guesses += 1
         if self._guesses > _MOST_GUESSES:
             raise error
@@ -144,7 +141,7 @@ class StepWatch(TorchFunctionMode):
             f"{_place(self._stack[-1])}: {name} wants values of a tensor, which a dry run does not have; it went on"
             " with made-up ones"
         )
-        return guess(*args, **kwargs)
+        return made_up
 
     def _entering(self, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -162,6 +159,19 @@ class StepWatch(TorchFunctionMode):
                 pass
 
         return hook
+
+
+def guess_value(name: str, error: Exception, args: Any, kwargs: Any) -> Any:
+    """What to go on with where function ``name`` wanted values that a fake tensor does not have.
+
+    Raises:
+        Exception: ``error`` itself, if it is another error, or there is no sensible guess.
+
+    """
+    guess = _GUESSES.get(name)
+    if guess is None or not isinstance(error, ValueWanted):
+        raise error
+    return guess(*args, **kwargs)
 
 
 def _place(module: str) -> str:

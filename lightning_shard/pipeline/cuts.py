@@ -1,0 +1,253 @@
+"""Where a step can be cut in two: at the end of a module call, if everything that crosses can be handed on.
+
+What crosses a cut is handed on as outputs of module calls that are over by then. A value that is no such output,
+because it was computed between modules, is computed again behind the cut from those that are: the code between modules
+runs on every stage.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_shard.pipeline.trace import Call, Operation, Trace, Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relay:
+    """One value that a stage hands to the next."""
+
+    value: Value
+    """The value."""
+
+    call: Call
+    """The module call that it comes out of."""
+
+    attribute: tuple[str, str] | None
+    """Module and attribute that it is left in, if the call does not return it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A place at which a stage may end."""
+
+    time: int
+    """The end of ``call``."""
+
+    call: Call
+    """The module call at whose end it lies."""
+
+    keys: tuple[tuple[str, int], ...]
+    """The calls that end here, the innermost first."""
+
+    relays: tuple[Relay, ...]
+    """What crosses."""
+
+    parameters: frozenset[str]
+    """Parameters that the stage behind needs to compute values between modules again."""
+
+    @property
+    def crossing_bytes(self) -> int:
+        """Bytes of all values that cross, for one microbatch."""
+        return sum(relay.value.tensor.numel() * relay.value.tensor.element_size() for relay in self.relays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A place at which no stage can end."""
+
+    name: str
+    """The module that ends there."""
+
+    reason: str
+    """Why, in one line."""
+
+
+class _Impossible(Exception):
+    """A value that crosses can neither be handed on nor be computed again."""
+
+
+class CutFinder:
+    """Finds the cuts of one trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._deep = _dependent_calls(trace)
+        self._after: dict[int, list[Operation]] = {}
+        self._writes = [
+            operation
+            for operation in trace.operations
+            if operation.writes
+            and operation.inputs
+            and not operation.inputs[0].depends
+            and (operation.parameters or any(value.depends for value in operation.inputs[1:]))
+        ]
+        self._grad_time = max((o.time for o in trace.operations if o.name == "grad"), default=-1)
+        self._regions: dict[int, int] = {}
+        for operation in trace.operations:
+            if operation.region:
+                self._regions[operation.region] = operation.time
+
+    def depends(self, call: Call) -> bool:
+        """Whether a call computes with parameters, or with what was computed from them."""
+        return id(call) in self._deep
+
+    def cover(self, call: Call | None, time: int) -> Call | None:
+        """The outermost call around an event that is over at ``time`` and is not run again behind it."""
+        found = None
+        for each in call.around() if call is not None else ():
+            if each.end <= time and self.depends(each):
+                found = each
+        return found
+
+    def find(self) -> tuple[list[Cut], list[Refused]]:
+        """All cuts, in order, and the places that are none."""
+        cuts: list[Cut] = []
+        refused: list[Refused] = []
+        candidates = sorted((call for call in self._trace.calls if call.end < self._trace.end), key=lambda c: c.end)
+        active: list[Value] = []
+        pending = sorted(self._trace.values, key=lambda value: value.born)
+        place = 0
+        for call in candidates:
+            while place < len(pending) and pending[place].born <= call.end:
+                active.append(pending[place])
+                place += 1
+            active = [value for value in active if value.last_use > call.end]
+            try:
+                cut = self._cut(call, active)
+            except _Impossible as reason:
+                refused.append(Refused(name=call.name, reason=str(reason)))
+                continue
+            if cut is None:
+                continue
+            if cuts and self._nothing_between(cuts[-1], cut):
+                cut = Cut(
+                    time=cut.time,
+                    call=call,
+                    keys=(*cuts.pop().keys, *cut.keys),
+                    relays=cut.relays,
+                    parameters=cut.parameters,
+                )
+            cuts.append(cut)
+        return cuts, refused
+
+    def _cut(self, call: Call, active: Sequence[Value]) -> Cut | None:
+        time = call.end
+        relays: dict[int, Relay] = {}
+        parameters: set[str] = set()
+        seen: set[int] = set()
+        for value in active:
+            self._resolve(value, time, relays, parameters, seen)
+        for operation in self._writes:
+            if operation.time <= time and self.cover(operation.call, time) is None:
+                parameters.update(operation.parameters)
+                for value in operation.inputs:
+                    self._resolve(value, time, relays, parameters, seen)
+        if not relays:
+            return None
+        self._check_place(call, relays)
+        ordered = tuple(sorted(relays.values(), key=lambda relay: relay.value.index))
+        return Cut(time=time, call=call, keys=(call.key,), relays=ordered, parameters=frozenset(parameters))
+
+    def _resolve(self, value: Value, time: int, relays: dict[int, Relay], parameters: set[str], seen: set[int]) -> None:
+        """Find out how ``value`` comes to be behind a cut at ``time``."""
+        if value.index in seen:
+            return
+        seen.add(value.index)
+        covering = self.cover(value.call, time)
+        if covering is not None and value.born > covering.start:
+            relays[value.index] = _relay(value, covering)
+            return
+        for call in self._trace.calls if value.depends else ():
+            # A value that a function of its own made is known by the first call that returns it.
+            if value.operation is None and value in call.outputs and self.cover(call, time) is call:
+                relays[value.index] = Relay(value=value, call=call, attribute=None)
+                return
+        if not value.depends:
+            return
+        operation = value.operation
+        if operation is None:
+            raise _Impossible(f"a tensor of shape {tuple(value.tensor.shape)} crosses that no watched function made")
+        if operation.random:
+            raise _Impossible(
+                f"the result of {operation.name} at {operation.source} crosses, which draws random numbers outside of"
+                " modules; make it a module (nn.Dropout instead of functional dropout)"
+            )
+        parameters.update(operation.parameters)
+        for each in operation.inputs:
+            self._resolve(each, time, relays, parameters, seen)
+
+    def _check_place(self, call: Call, relays: dict[int, Relay]) -> None:
+        time = call.end
+        if time < self._grad_time:
+            raise _Impossible("torch.autograd.grad is called later in the step and needs the graph in one piece")
+        if call.region and self._regions.get(call.region, 0) > time:
+            raise _Impossible("it ends inside an activation checkpoint, which is run again as a whole")
+        for relay in relays.values():
+            source = relay.call
+            if not source.gradients and relay.value.expects_gradient:
+                raise _Impossible(
+                    f"{source.name!r} runs under a re-entrant activation checkpoint; use use_reentrant=False"
+                )
+            if source.region and self._regions.get(source.region, 0) > source.end:
+                raise _Impossible(f"the activation checkpoint around {source.name!r} goes on after it")
+
+    def _nothing_between(self, before: Cut, cut: Cut) -> bool:
+        """Whether only returns lie between two cuts: the later one then says the same, with the outer module's name."""
+        if not any(call is cut.call for call in before.call.around()):
+            return False
+        same = [relay.value for relay in before.relays] == [relay.value for relay in cut.relays]
+        return same and before.parameters == cut.parameters and not self._operation_in(before.time, cut.time)
+
+    def _operation_in(self, start: int, end: int) -> bool:
+        place = bisect.bisect_right(self._trace.operations, start, key=lambda operation: operation.time)
+        return place < len(self._trace.operations) and self._trace.operations[place].time <= end
+
+
+def _dependent_calls(trace: Trace) -> set[int]:
+    deep: set[int] = set()
+    for operation in trace.operations:
+        if operation.parameters or any(value.depends for value in operation.inputs):
+            for call in operation.call.around() if operation.call is not None else ():
+                deep.add(id(call))
+    for call in trace.calls:
+        if any(value.depends for value in call.outputs):
+            deep.update(id(each) for each in call.around())
+    return deep
+
+
+def _relay(value: Value, covering: Call) -> Relay:
+    if value in covering.outputs:
+        return Relay(value=value, call=covering, attribute=None)
+    if value.location is not None:
+        module = value.location[0]
+        if module == covering.name or module.startswith(f"{covering.name}."):
+            return Relay(value=value, call=covering, attribute=value.location)
+    made = f"{value.operation.name} at {value.operation.source}" if value.operation is not None else "a module"
+    raise _Impossible(
+        f"a tensor of shape {tuple(value.tensor.shape)} from {made} crosses, which {covering.name!r} neither returns"
+        " nor"
+        " keeps as an attribute"
+    )
+
+
+def stage_of(time: int, cuts: Sequence[Cut]) -> int:
+    """The stage in whose part of the step ``time`` lies."""
+    return bisect.bisect_left([cut.time for cut in cuts], time)
+
+
+def parameter_stages(trace: Trace, cuts: Sequence[Cut]) -> dict[str, set[int]]:
+    """The stages that use each parameter in the step."""
+    stages: dict[str, set[int]] = {}
+    for name, time, _ in trace.uses():
+        stages.setdefault(name, set()).add(stage_of(time, cuts))
+    for number, cut in enumerate(cuts):
+        for name in cut.parameters:
+            stages.setdefault(name, set()).add(number + 1)
+    return stages
+
+
+def spans(trace: Trace, cuts: Sequence[Cut]) -> Iterator[tuple[int, int]]:
+    """The first and the last moment of each stage."""
+    times = [0, *(cut.time for cut in cuts), trace.end]
+    yield from ((start, end) for start, end in itertools.pairwise(times))

@@ -1,0 +1,264 @@
+"""Record a step: run it once on a copy of the module, on fake tensors where that is possible."""
+
+import io
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torchmetrics import Metric, MetricCollection
+
+from lightning_shard._compat.dry_run import (
+    ValueWanted,
+    attached_trainer,
+    fake_mode,
+    quiet_module,
+    quiet_trainer,
+    stand_in_metric,
+)
+from lightning_shard._compat.pipelining import compiled_call
+from lightning_shard._compat.process import is_compiled
+from lightning_shard._compat.recording import OperatorWatch
+from lightning_shard.pipeline.absent import AbsentTensor
+from lightning_shard.pipeline.structure import tensors_in
+from lightning_shard.pipeline.trace import Recorder, Trace
+from lightning_shard.units.dry_copy import DryCopier, cuda_in_use
+from lightning_shard.units.usage import step_arguments
+from lightning_shard.units.watch import DESCRIPTIONS, IN_PLACE, VALUES_OF, guess_value
+
+_SHAPE_ONLY = frozenset(
+    "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
+    " new_zeros new_ones new_full new_empty new_empty_strided new_tensor".split()
+)
+"""Functions that take nothing but shape, dtype and device from a tensor."""
+
+_MOST_GUESSES = 64
+"""A loop that waits for a value to change would never end."""
+
+
+class NeedsValues(Exception):
+    """The step cannot run on fake tensors: it reads values of tensors."""
+
+
+def record_step(
+    module: "pl.LightningModule",
+    step: str,
+    batch: Any,
+    device: torch.device,
+    precision: Precision,
+    *,
+    fake: bool,
+    guess: bool = False,
+) -> Trace:
+    """Run ``step`` of a copy of ``module`` once and record it. Nothing of the original changes.
+
+    Args:
+        module: The module, attached to its Trainer; its tensors may be on any device, the meta device included, or be
+            absent.
+        step: ``"training_step"``, ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+        batch: A microbatch.
+        device: Where the step will run.
+        precision: In whose context it will.
+        fake: Run on fake tensors, which take neither memory nor time that depend on sizes; else on the real ones, with
+            buffers copied.
+        guess: Where a fake tensor's values are wanted, go on with made-up ones.
+
+    Raises:
+        NeedsValues: If the step cannot run on fake tensors.
+        Exception: What the step raises on real ones.
+
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    recorder = Recorder(step, names)
+    recorder.trace.fake = fake
+    with ExitStack() as stack:
+        stack.enter_context(isolate_rng(include_cuda=cuda_in_use()))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        try:
+            _run(module, step, batch, device, precision, recorder, names, guess, stack)
+        except Exception as error:
+            if not fake:
+                raise
+            what = "it reads values of tensors" if isinstance(error, ValueWanted) else f"{type(error).__name__}"
+            raise NeedsValues(f"{what} ({(str(error).strip().splitlines() or [''])[0]})") from error
+    return recorder.trace
+
+
+def _run(
+    module: "pl.LightningModule",
+    step: str,
+    batch: Any,
+    device: torch.device,
+    precision: Precision,
+    recorder: Recorder,
+    names: dict[int, str],
+    guess: bool,
+    stack: ExitStack,
+) -> None:
+    fake = recorder.trace.fake
+    mode = fake_mode()
+    trainer = attached_trainer(module)
+    replaced = [] if trainer is None else [(trainer, quiet_trainer(trainer, step))]
+    copier = (_FakeCopier if fake else _RealCopier)(mode, device, replaced)
+    clone: pl.LightningModule = copier(module)
+    microbatch = copier(batch)
+    clone.train(step == "training_step")
+    for name, parameter in clone.named_parameters():
+        names[id(parameter)] = name
+    for submodule in clone.modules():
+        if isinstance(submodule, pl.LightningModule):
+            quiet_module(submodule, device)
+            vars(submodule)["log"] = _log_to(recorder)
+        elif fake and not any(True for _ in submodule.parameters()):
+            stand_in_metric(submodule)
+    recorder.begins_with(microbatch, clone)
+    _wrap(clone, recorder, {name for name, each in module.named_modules() if compiled_call(each) != "forward"})
+    seen: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        recorder.saved(tensor, seen)
+        return tensor
+
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
+    stack.enter_context(torch.set_grad_enabled(step == "training_step"))
+    if fake:
+        stack.enter_context(mode)
+    stack.enter_context(precision.forward_context())
+    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _same))
+    stack.enter_context(OperatorWatch(recorder.add_flops, recorder.drew))
+    stack.enter_context(_Functions(recorder, guess))
+    method = getattr(clone, step)
+    result = method(*step_arguments(method, microbatch))
+    recorder.use(result)
+    recorder.trace.returns = result is not None
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if step == "training_step" and isinstance(loss, Tensor):
+        recorder.trace.loss = recorder.value_of(loss)
+    recorder.locate(clone)
+
+
+class _FakeCopier(DryCopier):
+    """Leaves out what the replay put into the module."""
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, AbsentTensor):
+            with self._mode:
+                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+                return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return super()._fake(tensor)
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        clone = super()._module(module)
+        forward = vars(clone).get("forward")
+        if getattr(forward, "is_replay", False):
+            del vars(clone)["forward"]
+        return clone
+
+
+class _RealCopier(_FakeCopier):
+    """Twins of the real tensors: parameters share their memory, everything else is copied."""
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _wrap(clone: nn.Module, recorder: Recorder, compiled: set[str]) -> None:
+    """Record the calls of every module's forward; what is compiled, or a script, is one piece."""
+    whole: list[str] = []
+    for name, submodule in clone.named_modules():
+        if not name or any(name.startswith(prefix) for prefix in whole):
+            continue
+        if name in compiled or is_compiled(submodule) or isinstance(submodule, torch.jit.ScriptModule):
+            whole.append(f"{name}.")
+        if isinstance(submodule, torch.jit.ScriptModule):
+            continue
+        if isinstance(submodule, Metric | MetricCollection):
+            for method in ("forward", "update"):
+                vars(submodule)[method] = _noting(getattr(submodule, method), recorder)
+        vars(submodule)["forward"] = _recorded(submodule.forward, name, recorder)
+
+
+def _recorded(forward: Callable[..., Any], name: str, recorder: Recorder) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        record = recorder.enter(name)
+        try:
+            result = forward(*args, **kwargs)
+            recorder.leave(record, result)
+        finally:
+            recorder.unwind(record)
+        return result
+
+    return call
+
+
+def _noting(method: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder.use((args, kwargs))
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _log_to(recorder: Recorder) -> Callable[..., None]:
+    def log(name: str, value: Any, *_: Any, **__: Any) -> None:
+        tensors = list(tensors_in(value))
+        depends = any(recorder.value_of(tensor).depends for tensor in tensors)
+        recorder.trace.now += 1
+        recorder.trace.logged.append((name, recorder.trace.now, depends))
+
+    return log
+
+
+class _Functions(TorchFunctionMode):
+    """Hands every function of tensors to the recorder."""
+
+    def __init__(self, recorder: Recorder, guess: bool) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._guesses = _MOST_GUESSES if guess else 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            attribute = getattr(func.__self__, "__name__", "")
+            if name != "__get__" and attribute != "data":
+                return func(*args, **kwargs)
+            if name == "__get__" and attribute not in VALUES_OF and attribute != "data":
+                return func(*args, **kwargs)
+            name = f"{name}.{attribute}"
+        elif name in DESCRIPTIONS and name != "grad":
+            return func(*args, **kwargs)
+        operation = self._recorder.begin(name, (args, kwargs), name in _SHAPE_ONLY)
+        try:
+            result = func(*args, **kwargs)
+        except ValueWanted as error:
+            if not self._guesses:
+                raise
+            self._guesses -= 1
+            result = guess_value(name, error, args, kwargs)
+            self._recorder.trace.guessed = self._recorder.trace.guessed or f"{operation.source}: {name}"
+        self._recorder.finish(operation, result, _written(name, args, kwargs))
+        return result
+
+
+def _written(name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a function changes in place."""
+    written = list(tensors_in(kwargs.get("out")))
+    in_place = name in IN_PLACE or name == "__set__.data" or (name.endswith("_") and not name.endswith("__"))
+    if (in_place or kwargs.get("inplace") is True) and args and name not in ("requires_grad_", "retain_grad"):
+        written += list(tensors_in(args[0]))
+    return written
+
+
+def _same(tensor: Any) -> Any:
+    return tensor

@@ -1,0 +1,271 @@
+"""Run the user's whole step on one stage: calls before the stage return at once, and its last call ends the run.
+
+Wrappers are put around the forwards of the modules that matter, once. While no stage runs, they do nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from lightning_shard._compat.pipelining import compiled_call
+from lightning_shard.pipeline.absent import AbsentError, AbsentTensor, absent_of
+from lightning_shard.pipeline.stages import Capture, Key, StagePlan, Stub, Wire
+from lightning_shard.pipeline.structure import Slot, map_leaves, tensors_in
+
+
+class StepMismatch(RuntimeError):
+    """A step did not run as it did when it was traced."""
+
+
+class _Leave(BaseException):
+    """Ends a step at the last call of a stage. Not an `Exception`: the user's own handlers are not meant."""
+
+
+class Replay:
+    """The wrappers of one module, and the stage that runs at the moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.current: StageRun | None = None
+        self._wrapped: dict[str, ReplayedForward] = {}
+
+    def wrap(self, names: set[str]) -> None:
+        """Put wrappers around the modules ``names`` that have none yet."""
+        modules = dict(self.module.named_modules())
+        for name in names - self._wrapped.keys():
+            self._wrapped[name] = ReplayedForward(self, name, modules[name])
+
+    def unwrap(self) -> None:
+        """Take all wrappers off."""
+        for wrapper in self._wrapped.values():
+            wrapper.remove()
+        self._wrapped.clear()
+
+    def run(
+        self, plan: StagePlan, step: Callable[[], Any], received: Sequence[Tensor], device: torch.device, reseed: Any
+    ) -> Any:
+        """Run ``step`` as the stage of ``plan`` does.
+
+        Args:
+            plan: The stage's plan.
+            step: Runs the user's step on a microbatch.
+            received: What the stage before sent, in the order of ``plan.receives``.
+            device: Where absent tensors say that they are.
+            reseed: Called with the number of a call after which random numbers start anew.
+
+        Returns:
+            On the last stage what the step returned; else the values to send, in the order of ``plan.sends``.
+
+        Raises:
+            StepMismatch: If the step does not call its modules as it did when it was traced.
+            AbsentError: If what is to be sent depends on a value of another stage.
+
+        """
+        assert self.current is None, "a stage runs already"
+        run = StageRun(self.module, plan, received, device, reseed)
+        self.current = run
+        try:
+            result = step()
+        except _Leave:
+            return run.sent()
+        finally:
+            self.current = None
+        if plan.is_last:
+            return result
+        if run.left:  # a bare `except:` in the step caught the end
+            return run.sent()
+        raise StepMismatch(
+            f"Stage {plan.stage} of {plan.stages} ran {plan.step} to its end without reaching {_call(plan.exit)}, where"
+            " the stage ends. The step calls its modules otherwise than when it was traced: a branch depends on values"
+            " or on chance. Make the calls the same for every microbatch, or choose other cuts with"
+            " PipelineStrategy(split=[...])."
+        )
+
+
+class StageRun:
+    """One run of a step on one stage."""
+
+    def __init__(
+        self, module: nn.Module, plan: StagePlan, received: Sequence[Tensor], device: torch.device, reseed: Any
+    ) -> None:
+        self.plan = plan
+        self.left = False
+        self._module = module
+        self._device = device
+        self._reseed = reseed
+        self._counts: dict[str, int] = {}
+        self._got: dict[int, Tensor] = {}
+        for wire, tensor in zip(plan.receives, received, strict=True):
+            self._got[wire.value] = _Enter.apply(tensor, wire.written)  # type: ignore[no-untyped-call]
+
+    def call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of the module ``name``."""
+        if self.left:
+            raise _Leave
+        ordinal = self._counts.get(name, 0)
+        self._counts[name] = ordinal + 1
+        key = (name, ordinal)
+        stub = self.plan.stubs.get(key)
+        if stub is not None:
+            result = self._stand_in(name, stub)
+        else:
+            result = forward(*args, **kwargs)
+            if key in self.plan.captures:
+                self._capture(key, result)
+            if key == self.plan.exit:
+                self.left = True
+                raise _Leave
+        if key in self.plan.reseeds:
+            self._reseed(sorted(self.plan.reseeds).index(key) + 1)
+        return result
+
+    def sent(self) -> tuple[Tensor, ...]:
+        """The values to send."""
+        return tuple(self._checked(wire) for wire in self.plan.sends)
+
+    def _checked(self, wire: Wire) -> Tensor:
+        tensor = self._got.get(wire.value)
+        if tensor is None:
+            self._mismatch(f"{wire.source!r} was not called before {_call(self.plan.exit)}")
+        if isinstance(tensor, AbsentTensor):
+            raise AbsentError(
+                f"Stage {self.plan.stage} of {self.plan.stages} should hand on an output of {wire.source!r}, but it was"
+                f" computed from {tensor.origin!r}, which another stage computes. The step uses values otherwise than"
+                " when it was traced; choose other cuts with PipelineStrategy(split=[...])."
+            )
+        if tuple(tensor.shape) != wire.shape or tensor.dtype != wire.dtype:
+            self._mismatch(
+                f"{wire.source!r} returned shape {tuple(tensor.shape)} and {tensor.dtype}, not {wire.shape} and"
+                f" {wire.dtype}"
+            )
+        return tensor
+
+    def _stand_in(self, name: str, stub: Stub) -> Any:
+        for inner, count in stub.inner.items():
+            self._counts[inner] = self._counts.get(inner, 0) + count
+        made: dict[int, Tensor] = {}
+
+        def fill(slot: Slot) -> Tensor:
+            if slot.key in self._got:
+                return self._got[slot.key]
+            if slot.key not in made:
+                shape, dtype = stub.shapes[slot.key]
+                made[slot.key] = absent_of(shape, dtype, self._device, name)
+            return made[slot.key]
+
+        for module, attribute, value in stub.attributes:
+            setattr(self._module.get_submodule(module), attribute, self._got[value])
+        return map_leaves(stub.template, Slot, fill)
+
+    def _capture(self, key: Key, result: Any) -> None:
+        tensors = list(tensors_in(result))
+        if len(tensors) != self.plan.outputs[key]:
+            self._mismatch(f"{_call(key)} returned {len(tensors)} tensors, not {self.plan.outputs[key]}")
+        for capture in self.plan.captures[key]:
+            tensor = self._find(capture, tensors)
+            self._got[capture.value] = tensor.clone() if capture.copy else tensor
+
+    def _find(self, capture: Capture, tensors: list[Tensor]) -> Tensor:
+        if capture.output is not None:
+            return tensors[capture.output]
+        assert capture.attribute is not None
+        module, attribute = capture.attribute
+        found = getattr(self._module.get_submodule(module), attribute, None)
+        if not isinstance(found, Tensor):
+            self._mismatch(f"{module}.{attribute} is no tensor any more")
+        return found
+
+    def _mismatch(self, what: str) -> NoReturn:
+        raise StepMismatch(
+            f"Stage {self.plan.stage} of {self.plan.stages}: {what}, as it did when {self.plan.step} was traced. Make"
+            " the"
+            " step call its modules in the same way for every microbatch, or choose other cuts with"
+            " PipelineStrategy(split=[...])."
+        )
+
+
+class ReplayedForward:
+    """Stands in for a module's forward. In a copy of the module it is the class's own forward again."""
+
+    is_replay = True
+
+    def __init__(self, replay: Replay, name: str, module: nn.Module) -> None:
+        self._replay = replay
+        self._name = name
+        self._module = module
+        # A module that compiled itself calls what it compiled, past its forward.
+        self._attribute = compiled_call(module)
+        self._own = vars(module).get(self._attribute)
+        self._forward: Callable[..., Any] = getattr(module, self._attribute)
+        vars(module)[self._attribute] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as the stage that runs wants it; if none does, as ever."""
+        run = self._replay.current
+        if run is None:
+            return self._forward(*args, **kwargs)
+        return run.call(self._name, self._forward, args, kwargs)
+
+    def remove(self) -> None:
+        """Give the module its forward back."""
+        if self._own is None:
+            del vars(self._module)[self._attribute]
+        else:
+            vars(self._module)[self._attribute] = self._own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The forward of the module's copy."""
+        copied = memo.get(id(self._module), self._module)
+        return type(copied).forward.__get__(copied)
+
+    def __reduce__(self) -> NoReturn:
+        """Raise: a pickled module would have lost what it stands in for."""
+        raise AbsentError(
+            f"Module {self._name!r} is part of a running pipeline and cannot be pickled; `trainer.save_checkpoint`"
+            " saves the weights of all stages."
+        )
+
+
+class _Enter(torch.autograd.Function):
+    """A received tensor as the step may use it: not the buffer itself, into which the next microbatch is received."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: Tensor, copy: bool) -> Tensor:
+        return tensor.clone() if copy else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0].contiguous(), None
+
+
+class Boundary(torch.autograd.Function):
+    """What a stage returns: contiguous tensors of their own that the schedule may detach in place.
+
+    They depend on everything received, also where the step does not use it, so that every parameter's gradient is found
+    by way of the inputs when the schedule computes the gradients of inputs first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return ``tensors`` without the first ``received``."""
+        ctx.received = received
+        results = []
+        for tensor in tensors[received:]:
+            alone = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            results.append(alone.set_(tensor.detach().contiguous()))  # type: ignore[call-overload]
+        constant = [made for made, tensor in zip(results, tensors[received:], strict=True) if not tensor.requires_grad]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Hand the gradients on as they are."""
+        return (None, *[None] * ctx.received, *gradients)
+
+
+def _call(key: Key | None) -> str:
+    assert key is not None
+    return repr(key[0]) if key[1] == 0 else f"{key[0]!r} (call number {key[1] + 1})"

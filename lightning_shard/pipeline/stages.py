@@ -1,0 +1,245 @@
+"""What each stage does with each module call of a step: leave it out, keep what it returns, or end with it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_shard.pipeline.cuts import Cut, CutFinder, Relay, stage_of
+from lightning_shard.pipeline.trace import Call, Trace
+
+Key = tuple[str, int]
+"""A module's name, and the number of calls of it that came before in the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """One value that crosses a boundary, as both sides know it."""
+
+    value: int
+    """Its number in the trace."""
+
+    shape: tuple[int, ...]
+    """Shape for one microbatch."""
+
+    dtype: torch.dtype
+    """Element type."""
+
+    gradient: bool
+    """Whether its gradient travels back."""
+
+    written: bool
+    """Whether code of the step changes it in place, so that it must be a copy."""
+
+    source: str
+    """The module that it comes from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stub:
+    """A call that the stage leaves out."""
+
+    template: Any
+    """What it returns, with a slot for each tensor."""
+
+    shapes: dict[int, tuple[tuple[int, ...], torch.dtype]]
+    """Shape and type of each value in the slots."""
+
+    attributes: tuple[tuple[str, str, int], ...]
+    """Modules' attributes that it sets to values that are handed on: module, attribute, value."""
+
+    inner: dict[str, int]
+    """How often it would call other modules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """A value to keep for the next stage when a call returns."""
+
+    value: int
+    """Its number in the trace."""
+
+    output: int | None
+    """Its place among the tensors that the call returns, or ``None`` if it is an attribute."""
+
+    attribute: tuple[str, str] | None
+    """Module and attribute that hold it."""
+
+    copy: bool
+    """Whether it is changed in place before the stage ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """How one stage replays a step."""
+
+    stage: int
+    """Which stage."""
+
+    stages: int
+    """Of how many."""
+
+    step: str
+    """Name of the step's method."""
+
+    receives: tuple[Wire, ...]
+    """What comes from the stage before, in order."""
+
+    sends: tuple[Wire, ...]
+    """What goes to the stage behind, in order; empty on the last stage."""
+
+    stubs: dict[Key, Stub]
+    """Calls that are left out."""
+
+    captures: dict[Key, tuple[Capture, ...]]
+    """Calls whose results are kept."""
+
+    exit: Key | None
+    """The call with which the stage ends; ``None`` on the last."""
+
+    outputs: dict[Key, int]
+    """How many tensors each captured call returned in the trace."""
+
+    reseeds: frozenset[Key]
+    """Calls after which random numbers start anew, so that all stages draw the same."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage runs to the end of the step."""
+        return self.exit is None
+
+    @property
+    def modules(self) -> set[str]:
+        """Names of the modules whose calls matter."""
+        names = {key[0] for key in [*self.stubs, *self.captures, *self.reseeds]}
+        names.update(name for stub in self.stubs.values() for name in stub.inner)
+        return names | ({self.exit[0]} if self.exit is not None else set())
+
+
+def plan_stages(trace: Trace, cuts: Sequence[Cut]) -> list[StagePlan]:
+    """The plans of all stages that ``cuts`` make of a step.
+
+    Raises:
+        ValueError: If a random value is used on both sides of a cut and cannot be made equal there.
+
+    """
+    finder = CutFinder(trace)
+    reseeds = _reseeds(trace, cuts, finder)
+    plans = []
+    for stage in range(len(cuts) + 1):
+        before = cuts[stage - 1] if stage else None
+        behind = cuts[stage] if stage < len(cuts) else None
+        received = {relay.value.index for relay in before.relays} if before is not None else set()
+        captures: dict[Key, list[Capture]] = {}
+        outputs: dict[Key, int] = {}
+        for relay in behind.relays if behind is not None else ():
+            if relay.value.index not in received:
+                captures.setdefault(relay.call.key, []).append(_capture(relay, behind.time if behind else 0))
+                outputs[relay.call.key] = len(relay.call.outputs)
+        plans.append(
+            StagePlan(
+                stage=stage,
+                stages=len(cuts) + 1,
+                step=trace.step,
+                receives=_wires(before),
+                sends=_wires(behind),
+                stubs=_stubs(trace, before, finder) if before is not None else {},
+                captures={key: tuple(entries) for key, entries in captures.items()},
+                exit=behind.call.key if behind is not None else None,
+                outputs=outputs,
+                reseeds=reseeds,
+            )
+        )
+    return plans
+
+
+def _wires(cut: Cut | None) -> tuple[Wire, ...]:
+    return tuple(
+        Wire(
+            value=relay.value.index,
+            shape=tuple(relay.value.tensor.shape),
+            dtype=relay.value.tensor.dtype,
+            gradient=relay.value.expects_gradient and relay.value.tensor.dtype.is_floating_point,
+            written=relay.value.mutated is not None,
+            source=relay.call.name,
+        )
+        for relay in (cut.relays if cut is not None else ())
+    )
+
+
+def _capture(relay: Relay, end: int) -> Capture:
+    value = relay.value
+    return Capture(
+        value=value.index,
+        output=relay.call.outputs.index(value) if relay.attribute is None else None,
+        attribute=relay.attribute,
+        copy=value.mutated is not None and value.mutated <= end,
+    )
+
+
+def _stubs(trace: Trace, cut: Cut, finder: CutFinder) -> dict[Key, Stub]:
+    outer: dict[int, Call] = {}
+    inner: dict[int, dict[str, int]] = {}
+    for call in trace.calls:
+        covering = finder.cover(call, cut.time)
+        if covering is None:
+            continue
+        outer[id(covering)] = covering
+        if covering is not call:
+            counts = inner.setdefault(id(covering), {})
+            counts[call.name] = counts.get(call.name, 0) + 1
+    attributes: dict[int, list[tuple[str, str, int]]] = {}
+    for relay in cut.relays:
+        if relay.attribute is not None:
+            attributes.setdefault(id(relay.call), []).append((*relay.attribute, relay.value.index))
+    return {
+        call.key: Stub(
+            template=call.template,
+            shapes={v.index: (tuple(v.tensor.shape), v.tensor.dtype) for v in call.outputs},
+            attributes=tuple(attributes.get(mark, ())),
+            inner=inner.get(mark, {}),
+        )
+        for mark, call in outer.items()
+    }
+
+
+def _reseeds(trace: Trace, cuts: Sequence[Cut], finder: CutFinder) -> frozenset[Key]:
+    """The calls after which to start random numbers anew: before draws whose result several stages use."""
+    points: set[Key] = set()
+    for operation in trace.operations:
+        drawn = [v for v in trace.values if v.operation is operation and not v.depends] if operation.random else []
+        last_use = max((_spread(trace, value) for value in drawn), default=operation.time)
+        if stage_of(operation.time, cuts) == stage_of(last_use, cuts):
+            continue
+        before = [call for call in trace.calls if call.end < operation.time and finder.depends(call)]
+        if not before:
+            continue  # every microbatch begins with the same numbers on all stages
+        latest = max(before, key=lambda call: call.end)
+        for other in trace.operations:
+            between = latest.end < other.time < operation.time
+            if between and other.random and any(value.depends for value in other.inputs):
+                raise ValueError(
+                    f"{operation.name} at {operation.source} draws random numbers that several pipeline stages"
+                    f" use, after {other.name} at {other.source}, which draws on one stage only. Draw before the"
+                    " first module call, or make the latter a module (nn.Dropout instead of functional dropout)."
+                )
+        points.add(latest.key)
+    return frozenset(points)
+
+
+def _spread(trace: Trace, value: Any) -> int:
+    """The last time at which ``value``, or what was computed from it without parameters, is used."""
+    latest = value.last_use
+    pending = [value]
+    seen = {value.index}
+    while pending:
+        current = pending.pop()
+        for other in trace.values:
+            if other.index in seen or other.operation is None or other.depends:
+                continue
+            if current in other.operation.inputs:
+                seen.add(other.index)
+                pending.append(other)
+                latest = max(latest, other.last_use)
+    return int(latest)

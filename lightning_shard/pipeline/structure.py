@@ -1,0 +1,96 @@
+"""The tensors in what a module returns, wherever they sit, and the same structure with others in their places."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+_WHOLE = (type(None), bool, int, float, complex, str, bytes, type, Tensor, nn.Module)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor sits in a structure."""
+
+    key: int
+    """What belongs here."""
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a structure, in order; the same tensor as often as it occurs."""
+    found: list[Tensor] = []
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_leaves(value, Tensor, note)
+    yield from found
+
+
+def map_leaves(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """A copy of a structure in which each leaf of ``kind`` is what ``function`` makes of it.
+
+    Tuples, lists, sets of them, dicts, and objects with attributes (dataclasses, outputs of models, caches) are
+    structures; modules, and whatever has no attributes, are not, and stay the same objects.
+
+    """
+    return _map(value, kind, function, {})
+
+
+def _map(value: Any, kind: type, function: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, _WHOLE):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, tuple):
+        items = [_map(item, kind, function, memo) for item in value]
+        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, list):
+        return _filled(copy.copy(value), value, kind, function, memo)
+    if isinstance(value, dict):
+        return _dict(value, kind, function, memo)
+    if hasattr(value, "__dict__") and not callable(value):
+        return _object(value, kind, function, memo)
+    return value
+
+
+def _filled(new: Any, old: list[Any], kind: type, function: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+    memo[id(old)] = new
+    new[:] = [_map(item, kind, function, memo) for item in old]
+    return new
+
+
+def _dict(value: dict[Any, Any], kind: type, function: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+    """Subclasses of dict may guard their keys or mirror them as attributes, as the outputs of models do."""
+    new = copy.copy(value)
+    memo[id(value)] = new
+    for key, item in dict.items(value):
+        mapped = _map(item, kind, function, memo)
+        if mapped is item:
+            continue
+        if isinstance(new, OrderedDict):
+            OrderedDict.__setitem__(new, key, mapped)
+        else:
+            dict.__setitem__(new, key, mapped)
+        if key in getattr(new, "__dict__", {}):
+            vars(new)[key] = mapped
+    return new
+
+
+def _object(value: Any, kind: type, function: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+    try:
+        new = copy.copy(value)
+    except Exception:
+        return value
+    memo[id(value)] = new
+    for name, item in vars(value).items():
+        mapped = _map(item, kind, function, memo)
+        if mapped is not item and name in vars(new):
+            vars(new)[name] = mapped
+    return new

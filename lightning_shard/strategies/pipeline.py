@@ -1,0 +1,334 @@
+"""Pipeline parallelism for any LightningModule, on torch.distributed.pipelining, for CPU and CUDA."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard._compat.lightning import (
+    WholeModuleLauncher,
+    call_hooks,
+    give_mesh,
+    leave_backward_to_strategy,
+    zero_gradients,
+)
+from lightning_shard.failing import fails_alone
+from lightning_shard.mesh import Mesh
+from lightning_shard.pipeline import guards, state
+from lightning_shard.pipeline.job import Job, JobOptions
+from lightning_shard.pipeline.layout import Balance
+from lightning_shard.pipeline.schedule import ScheduleName
+from lightning_shard.units.guards import no_inference_mode
+
+
+class PipelineStrategy(DDPStrategy):
+    """Divides the computation: each rank runs some layers of the unchanged step, on all microbatches of its batch.
+
+    The step is traced once and cut at the ends of module calls; each rank runs the whole step with the calls before its
+    stage left out, and ends it with its last call. Sources: GPipe (Huang et al. 2019), PipeDream-flush / Megatron-LM
+    (Narayanan et al. 2021), zero bubble (Qi et al. 2024), DualPipe (DeepSeek-AI 2024).
+
+    Args:
+        stages: Ranks in one pipeline; ``"auto"`` makes all ranks one. More ranks than that are further pipelines.
+        microbatches: Into how many parts, along dimension 0, a batch is split; ``"auto"`` for twice the stages.
+        schedule: The order of forwards and backwards: ``gpipe``, ``1f1b``, ``interleaved``, ``looped_bfs``,
+            ``zero_bubble``, ``zbv`` or ``dualpipev``.
+        stages_per_rank: Stages of a rank in the schedules that have several; zbv and dualpipev always have 2.
+        split: Names of modules at whose end a stage ends, or ``"auto"`` for a balanced choice.
+        balance: What the automatic split evens out.
+        activation_checkpointing: Keep only what stages exchange, and run each stage's forward again in backward.
+        data_parallel: What pipelines do with each other: hold each stage whole and average gradients, or share each
+            stage's parameters with ``fully_shard``.
+        accelerator: Lightning's, given by the Trainer.
+        parallel_devices: Lightning's, given by the Trainer.
+        cluster_environment: Lightning's, given by the Trainer.
+        checkpoint_io: How checkpoint files are written and read.
+        precision_plugin: Lightning's, given by the Trainer.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ... Default: the one for the device.
+        timeout: How long a message may take.
+        start_method: How ranks are started.
+
+    Raises:
+        MisconfigurationException: If an argument is impossible.
+
+    """
+
+    strategy_name = "pipeline"
+
+    def __init__(
+        self,
+        stages: int | Literal["auto"] = "auto",
+        microbatches: int | Literal["auto"] = "auto",
+        schedule: ScheduleName = "1f1b",
+        stages_per_rank: int = 2,
+        split: Literal["auto"] | list[str] = "auto",
+        balance: Balance = "flops",
+        activation_checkpointing: bool = False,
+        data_parallel: Literal["replicate", "shard"] = "replicate",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[Any] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        guards.check_arguments(stages, microbatches, schedule, stages_per_rank, split, balance, data_parallel)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._stages = stages
+        self._microbatches = microbatches
+        self._schedule = schedule
+        self._stages_per_rank = stages_per_rank
+        self._split = split
+        self._balance = balance
+        self._activation_checkpointing = activation_checkpointing
+        self._data_parallel = data_parallel
+        self._job: Job | None = None
+        self._steps_now = False
+
+    # --- processes and devices ---
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None:
+            guards.check_precision(str(plugin.precision))
+        self._precision_plugin = plugin
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = WholeModuleLauncher(self, start_method=self._start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        options = self._options()  # refuse wrong numbers of ranks before any group is made
+        super().setup_environment()
+        mesh = options.mesh
+        shape = (mesh.pp, mesh.dp_replicate, mesh.dp_shard)
+        self._device_mesh = init_device_mesh(
+            self.root_device.type, shape, mesh_dim_names=("pp", "dp_replicate", "dp_shard")
+        )
+        assert self.lightning_module is not None
+        give_mesh(self.lightning_module, self._device_mesh)
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        backend = super()._get_process_group_backend()
+        if self.root_device.type == "cuda" and ":" not in backend:
+            # The module is on the CPU until it is known which rank keeps what.
+            return f"cpu:gloo,cuda:{backend}"
+        return backend
+
+    def _options(self) -> JobOptions:
+        mesh = Mesh.of(self.world_size, self._stages, self._data_parallel)
+        microbatches = 2 * mesh.pp if self._microbatches == "auto" else self._microbatches
+        guards.check_schedule(self._schedule, mesh.pp, self._stages_per_rank, microbatches, self._split)
+        return JobOptions(
+            mesh=mesh,
+            microbatches=microbatches,
+            schedule=self._schedule,
+            stages_per_rank=self._stages_per_rank,
+            split=self._split,
+            balance=self._balance,
+            activation_checkpointing=self._activation_checkpointing,
+            precision=str(self.precision_plugin.precision),
+        )
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where ranks lie in pipelines and replicas."""
+        return Mesh.of(self.world_size, self._stages, self._data_parallel)
+
+    @property
+    def _replicas(self) -> Any:
+        """Process group of the ranks that run the same stages as this one."""
+        axis = "dp_shard" if self._data_parallel == "shard" else "dp_replicate"
+        return self._device_mesh[axis].get_group()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        mesh = self.mesh
+        return {"num_replicas": mesh.data_parallel_size, "rank": mesh.data_parallel_rank(self.global_rank)}
+
+    # --- the module ---
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        module = self.lightning_module
+        assert module is not None and self.accelerator is not None
+        self.accelerator.setup(trainer)
+        guards.check_module(trainer, module, self._activation_checkpointing)
+        self.precision_plugin.convert_module(module)
+        no_inference_mode(trainer)
+        self._job = Job(trainer, module, self._options(), self._device_mesh, self.root_device)
+        if trainer.state.fn == TrainerFn.FITTING:
+            leave_backward_to_strategy(trainer)
+            self.setup_optimizers(trainer)
+            self.job.train_with(self.optimizers)
+        self.setup_precision_plugin()
+
+    @property
+    def job(self) -> Job:
+        """The pipeline at work."""
+        assert self._job is not None, "the Trainer has not set the strategy up"
+        return self._job
+
+    @override
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        guards.check_optimizers(self.optimizers, self._schedule, self.lightning_module)
+
+    # --- steps ---
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        batch_idx = self._batch_idx(args, kwargs)
+        zero_gradients(trainer, batch_idx)
+        self.job.pipeline.on_backward = lambda loss: call_hooks(trainer, "on_before_backward", loss)
+        result = self.job.train(batch, args, kwargs, batch_idx, 1.0 / trainer.accumulate_grad_batches)
+        if self._steps_now:
+            self.job.reduce_gradients()
+        call_hooks(trainer, "on_after_backward")
+        return result
+
+    @override
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.job.evaluate("validation_step", batch, args, kwargs, self._batch_idx(args, kwargs))
+
+    @override
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.job.evaluate("test_step", batch, args, kwargs, self._batch_idx(args, kwargs))
+
+    @override
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.job.evaluate("predict_step", batch, args, kwargs, self._batch_idx(args, kwargs))
+
+    def _batch_idx(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        return int(kwargs.get("batch_idx", args[0] if args else 0))
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: "pl.LightningModule | nn.Module | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        # The closure runs the batch after which parameters change: only then gradients are summed over ranks.
+        self._steps_now = True
+        try:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._steps_now = False
+
+    # --- values of several ranks ---
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank runs the end of steps: it has the loss, the outputs, and what steps computed."""
+        return self.job.pipeline.setting.has_last_stage
+
+    def broadcast_from_last(self, value: Any) -> Any:
+        """``value`` of this pipeline's last stage, on every rank of the pipeline. Collective in the pipeline."""
+        return self.job.pipeline.broadcast_from_last("user", value)
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduce over the pipelines: the ranks of one pipeline have the same value already."""
+        return super().reduce(tensor, group if group is not None else self._replicas, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self.job.decide(decision, all)
+
+    # --- checkpoints ---
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers by name, on every rank, on the CPU. Collective."""
+        return self.job.weights(everywhere=True)
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Whole optimizer states by parameter and state name, on every rank, on the CPU. Collective."""
+        return self.job.optimizer_tensors(self.optimizers)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights of all stages, on rank 0."""
+        return self.job.weights(everywhere=False)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What one process would save, on rank 0."""
+        return self.job.optimizer_state(optimizer)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        state.load_weights(self.lightning_module, checkpoint["state_dict"], strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        for number, (optimizer, saved) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            state.load_optimizer(optimizer, saved, number)
+
+    # --- the end ---
+
+    @override
+    def teardown(self) -> None:
+        if self._job is not None:
+            self._job.stop()
+        super().teardown()
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # Callbacks may save on an exception, and the Trainer waits for all ranks after every save.
+        if not fails_alone(self.lightning_module):
+            super().barrier(*args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self.world_size > 1:
+            exception.add_note(f"(raised on rank {self.global_rank} of {self.world_size})")
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: `lightning_shard.registry` holds the names."""

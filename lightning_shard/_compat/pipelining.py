@@ -4,6 +4,7 @@ torch's own `PipelineStage` infers shapes by running the module once more, and h
 base class is made to be derived from, but its name is not public; neither are its hooks.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining._utils import _TensorMeta
 from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
 from lightning_shard.pipeline.schedule import SCHEDULES, ScheduleName, rank_of_stage
+from lightning_shard.pipeline.split_backward import backward_inputs, backward_weights
 from lightning_shard.pipeline.stages import Wire
 
 ForwardChunk = Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]]
@@ -59,7 +61,7 @@ class ReplayStage(_PipelineStageBase):
         super().__init__(self._module, stage, stages, device, group)
         self.on_backward: Callable[[Tensor | None], None] = lambda loss: None
         self._receives: list[tuple[Wire, ...]] = []
-        self._whole: set[int] = set()
+        self._left: dict[int, Callable[[], Any]] = {}
 
     def prepare(self, receives: list[tuple[Wire, ...]], sends: list[tuple[Wire, ...]]) -> None:
         """Allocate what the microbatches of the coming steps are received into.
@@ -121,6 +123,12 @@ class ReplayStage(_PipelineStageBase):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []  # `meet_neighbours` has met them
 
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()  # type: ignore[no-untyped-call]
+        # A step that failed may have left some.
+        self.bwd_cache.clear()
+        self._left.clear()
+
     # --- forward ---
 
     def forward_one_chunk(
@@ -162,31 +170,20 @@ class ReplayStage(_PipelineStageBase):
     def _inputs_only(
         self, chunk: int, outputs: Any, gradients: Any, received: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
-        found: tuple[Tensor | None, ...] = tuple(None for _ in received)
-        groups: Any = None
-        # Parameters are found by way of the inputs; where none takes a gradient, the weights' turn does everything.
-        if any(tensor.requires_grad for tensor in received):
-            found, groups = stage_backward_input(
-                list(outputs), None if self.is_last else gradients, received, self.submod.parameters()
-            )
-            for tensor in received:
-                tensor.grad = None
-        else:
-            self._whole.add(chunk)
-        self.backward_state[chunk] = (received, groups, outputs, gradients)
-        self.dw_runner[chunk] = lambda: None
+        # Weights are found by way of the inputs; where none takes a gradient, the weights' turn does everything.
+        if not any(tensor.requires_grad for tensor in received):
+            self._left[chunk] = lambda: self._full(outputs, gradients, received)
+            return tuple(None for _ in received)
+        if not any(output.requires_grad for output in outputs):
+            self._left[chunk] = lambda: None
+            return tuple(None for _ in received)
+        found, part = backward_inputs(outputs, gradients, received, self._module.parameters())
+        self._left[chunk] = lambda: backward_weights(part)
         return found
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if not self.has_backward:
-            return
-        received, groups, outputs, gradients = self.backward_state.pop(bwd_chunk_id)
-        self.dw_runner.pop(bwd_chunk_id)
-        if bwd_chunk_id in self._whole:
-            self._whole.remove(bwd_chunk_id)
-            self._full(outputs, gradients, received)
-        else:
-            stage_backward_weight(self.submod.parameters(), groups)
+        if self.has_backward:
+            self._left.pop(bwd_chunk_id)()
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_first:
@@ -240,6 +237,8 @@ def make_schedule(schedule: ScheduleName, stages: Sequence[ReplayStage], microba
         loss: Makes the loss of a stage's output and a target, or ``None`` without a backward.
 
     """
+    # At an error a schedule logs all of its actions as errors, and the error itself is lost among them.
+    torch_schedules.logger.setLevel(logging.CRITICAL)
     kind = torch_schedules.get_schedule_class(SCHEDULES[schedule].torch_name)
     several = issubclass(kind, torch_schedules.PipelineScheduleMulti)
     return kind(list(stages) if several else stages[0], microbatches, loss_fn=loss, scale_grads=False)

@@ -27,6 +27,7 @@ from lightning_shard.pipeline.runtime import Pipeline, Setting
 from lightning_shard.pipeline.samples import sample_microbatches
 from lightning_shard.pipeline.schedule import ScheduleName, per_rank, rank_of_stage, stages_of_rank
 from lightning_shard.pipeline.seeds import mix, run_seed
+from lightning_shard.pipeline.shards import StageShards
 from lightning_shard.pipeline.tied import reduce_gradients, sum_gradients, tied_groups
 
 _ATTRIBUTE = "_lightning_shard_stages"
@@ -103,6 +104,7 @@ class Job:
         self.replicas = mesh[axis].get_group()
         self._mine = stages_of_rank(options.schedule, self._place.pp, options.mesh.pp, options.stages_per_rank)
         self._clipping: PipelineClipping | None = None
+        self._own_now: dict[int, list[nn.Parameter]] = {}
         tracer = Tracer(module=module, device=device, precision=trainer.precision_plugin)
         samples = list(sample_microbatches(trainer, module, options.microbatches))
         traces = [(step, sample.batch, tracer.trace(step, sample.batch)) for step, sample in samples]
@@ -128,6 +130,7 @@ class Job:
         )
         if known is None:
             self._make_equal()
+        self._shards = StageShards(module, self.layout, self._sharded) if self._sharded is not None else None
         replay = Replay(module)
         plans = Plans(self.layout, tracer, replay)
         for step, microbatch, trace in traces:
@@ -182,11 +185,13 @@ class Job:
         return tuple(dict.fromkeys(self._options.rank_of(stage) for stage in stages))
 
     def _owned(self, stage: int) -> list[nn.Parameter]:
-        return [
-            parameter
-            for name, parameter in self._module.named_parameters()
-            if stage in self.layout.owners[name] and not is_absent(parameter)
-        ]
+        """The parameters of a stage as they are now: shards, or whole while a step runs."""
+        if not self._own_now:
+            for name, parameter in self._module.named_parameters():
+                for each in self._mine:
+                    if each in self.layout.owners[name]:
+                        self._own_now.setdefault(each, []).append(parameter)
+        return self._own_now.get(stage, [])
 
     def _make_equal(self) -> None:
         """Values that were made on each rank by itself: those of the owner, in the first pipeline, are everyone's."""
@@ -202,13 +207,24 @@ class Job:
         self, batch: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], batch_idx: int, scale: float
     ) -> Any:
         """Forward and backward of a batch; gradients are added to this rank's parameters."""
-        return self.pipeline.train(batch, arguments, keywords, self._seed("training_step", batch_idx), scale)
+        if self._shards is not None:
+            self._shards.gather()
+            self._own_now.clear()
+        result = self.pipeline.train(batch, arguments, keywords, self._seed("training_step", batch_idx), scale)
+        if self._shards is not None:
+            self._shards.after_training()
+        return result
 
     def evaluate(
         self, step: str, batch: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], batch_idx: int
     ) -> Any:
         """Forward of a batch."""
-        return self.pipeline.evaluate(step, batch, arguments, keywords, self._seed(step, batch_idx))
+        if self._shards is not None:
+            self._shards.gather()
+        result = self.pipeline.evaluate(step, batch, arguments, keywords, self._seed(step, batch_idx))
+        if self._shards is not None:
+            self._shards.after_evaluation()
+        return result
 
     def _seed(self, step: str, batch_idx: int) -> int:
         setting = self.pipeline.setting
@@ -236,6 +252,8 @@ class Job:
 
     def reduce_gradients(self) -> None:
         """Sum the gradients of tied parameters over stages, and average over pipelines. Collective."""
+        if self._shards is not None:
+            self._shards.reduce()
         parameters = dict(self._module.named_parameters())
         sum_gradients(self._tied, parameters)
         if self._options.mesh.dp_replicate > 1:

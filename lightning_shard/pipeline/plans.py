@@ -1,7 +1,7 @@
 """The stages' plans for each kind of microbatch, traced when a kind is first seen."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -35,25 +35,27 @@ class Plans:
 
     def add(self, step: str, microbatch: Any, trace: Trace) -> None:
         """Keep the plans of a trace that was made already."""
-        self._keep(self._kind(step, microbatch), trace)
+        self._keep((step, signature(microbatch), self._trained()), trace)
 
-    def find(self, step: str, microbatch: Any) -> list[StagePlan]:
-        """The plans of all stages for a microbatch.
+    def find(self, step: str, microbatches: Sequence[Any]) -> list[list[StagePlan]]:
+        """The plans of all stages for each of a batch's microbatches.
 
         Raises:
             MisconfigurationException: If the step, on such a microbatch, uses a parameter on a stage that has it not.
 
         """
-        kind = self._kind(step, microbatch)
+        trained = self._trained()
+        return [self._find((step, signature(each), trained), step, each) for each in microbatches]
+
+    def _find(self, kind: Hashable, step: str, microbatch: Any) -> list[StagePlan]:
         if kind in self._known:
             self._known.move_to_end(kind)
             return self._known[kind]
         return self._keep(kind, self._tracer.trace(step, microbatch))
 
-    def _kind(self, step: str, microbatch: Any) -> Hashable:
-        # Which gradients travel depends on what is frozen, which may change between epochs.
-        trained = bytes(parameter.requires_grad for parameter in self._tracer.module.parameters())
-        return step, signature(microbatch), trained
+    def _trained(self) -> bytes:
+        """Which gradients travel depends on what is frozen, which may change between epochs."""
+        return bytes(parameter.requires_grad for parameter in self._tracer.module.parameters())
 
     def _keep(self, kind: Hashable, trace: Trace) -> list[StagePlan]:
         cuts = matching_cuts(trace, self._layout)

@@ -197,7 +197,7 @@ class Pipeline:
         self, step: str, batch: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], seed: int, scale: float
     ) -> _Batch:
         microbatches = split_batch(batch, self.setting.microbatches)
-        plans = [self._plans.find(step, microbatch.batch) for microbatch in microbatches]
+        plans = self._plans.find(step, [microbatch.batch for microbatch in microbatches])
         wires = [
             ([plan[stage.stage_index].receives for plan in plans], [plan[stage.stage_index].sends for plan in plans])
             for stage in self._stages

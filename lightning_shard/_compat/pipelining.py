@@ -124,7 +124,7 @@ class ReplayStage(_PipelineStageBase):
         return []  # `meet_neighbours` has met them
 
     def clear_runtime_states(self) -> None:
-        super().clear_runtime_states()  # type: ignore[no-untyped-call]
+        super().clear_runtime_states()
         # A step that failed may have left some.
         self.bwd_cache.clear()
         self._left.clear()
@@ -248,12 +248,17 @@ class _FillDrain(torch_schedules._PipelineScheduleRuntime):
     """All forwards, then all backwards, for stages placed in any way: GPipe's order."""
 
     def __init__(self, stages: Sequence[ReplayStage], microbatches: int, loss: Any) -> None:
+        ranks = dict(stages[0].stage_index_to_group_rank)
         super().__init__(  # type: ignore[no-untyped-call]
             list(stages), microbatches, loss_fn=loss, scale_grads=False
         )
+        # The base class has told the stages that they lie in a loop.
+        self.stage_index_to_group_rank = ranks
+        for stage in stages:
+            stage.stage_index_to_group_rank = ranks
         action, kind = torch_schedules._Action, torch_schedules._ComputationType
         placed: dict[int, list[int]] = {}
-        for number, rank in stages[0].stage_index_to_group_rank.items():
+        for number, rank in ranks.items():
             placed.setdefault(rank, []).append(number)
         every = range(microbatches)
         self.pipeline_order = {

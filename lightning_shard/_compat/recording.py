@@ -11,12 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # `FlopCounterMode` is public, but sums up by module; the counts by operator are this table.
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["OperatorWatch", "storage_identity"]
+__all__ = ["OperatorWatch", "storage_identity", "version"]
 
 
 def storage_identity(tensor: Tensor) -> int:
     """A number that tensors share exactly if they share memory, also where the memory is fake and has no address."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor's memory was changed in place, as autograd counts it; the counter has no public name."""
+    return tensor._version
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

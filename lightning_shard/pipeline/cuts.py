@@ -1,14 +1,14 @@
 """Where a step can be cut in two: at the end of a module call, if everything that crosses can be handed on.
 
-What crosses a cut is handed on as outputs of module calls that are over by then. A value that is no such output,
-because it was computed between modules, is computed again behind the cut from those that are: the code between modules
-runs on every stage.
+What crosses a cut is handed on: outputs of module calls that are over by then, and results of operations between
+modules. The code between modules runs on every stage, so such a result is computed again behind the cut, if what it is
+computed from costs no more to hand on than itself; else it takes the place of what its operation gives there.
 """
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from lightning_shard.pipeline.trace import Call, Operation, Trace, Value
 
@@ -20,11 +20,26 @@ class Relay:
     value: Value
     """The value."""
 
-    call: Call
-    """The module call that it comes out of."""
+    call: Call | None
+    """The module call that it comes out of; for an operation's result the one around it, ``None`` for the step."""
 
-    attribute: tuple[str, str] | None
+    attribute: tuple[str, str] | None = None
     """Module and attribute that it is left in, if the call does not return it."""
+
+    operation: Operation | None = None
+    """The operation that it is the result of, if it is computed between modules."""
+
+    @property
+    def source(self) -> str:
+        """What it comes from, for people."""
+        if self.operation is not None:
+            return f"{self.operation.name} at {self.operation.source}"
+        return self.call.name if self.call is not None else "the step"
+
+    @property
+    def size(self) -> int:
+        """Its bytes, for one microbatch."""
+        return self.value.tensor.numel() * self.value.tensor.element_size()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +64,7 @@ class Cut:
     @property
     def crossing_bytes(self) -> int:
         """Bytes of all values that cross, for one microbatch."""
-        return sum(relay.value.tensor.numel() * relay.value.tensor.element_size() for relay in self.relays)
+        return sum(relay.size for relay in self.relays)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +80,33 @@ class Refused:
 
 class _Impossible(Exception):
     """A value that crosses can neither be handed on nor be computed again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Need:
+    """What must be on the stage behind a cut."""
+
+    relays: dict[int, Relay] = field(default_factory=dict)
+    parameters: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, relay: Relay) -> "_Need":
+        return cls(relays={relay.value.index: relay})
+
+    def __or__(self, other: "_Need") -> "_Need":
+        if not other.relays and not other.parameters:
+            return self
+        return _Need(relays=self.relays | other.relays, parameters=self.parameters | other.parameters)
+
+    @property
+    def size(self) -> int:
+        return sum(relay.size for relay in self.relays.values())
+
+
+def _is_fixed(value: Value) -> bool:
+    """Whether an operation's result may take the place of what the operation gives elsewhere."""
+    operation = value.operation
+    return operation is not None and not operation.writes and value in operation.results and value.mutated is None
 
 
 class CutFinder:
@@ -133,63 +175,83 @@ class CutFinder:
 
     def _cut(self, call: Call, active: Sequence[Value]) -> Cut | None:
         time = call.end
-        relays: dict[int, Relay] = {}
-        parameters: set[str] = set()
-        seen: set[int] = set()
+        known: dict[int, _Need | _Impossible] = {}
+        need = _Need()
         for value in active:
-            self._resolve(value, time, relays, parameters, seen)
+            need = need | self._need(value, time, known)
         for operation in self._writes:
             if operation.time <= time and self.cover(operation.call, time) is None:
-                parameters.update(operation.parameters)
-                for value in operation.inputs:
-                    self._resolve(value, time, relays, parameters, seen)
-        if not relays:
+                need = need | self._again(operation, time, known)
+        if not need.relays:
             return None
-        self._check_place(call, relays)
-        ordered = tuple(sorted(relays.values(), key=lambda relay: relay.value.index))
-        return Cut(time=time, call=call, keys=(call.key,), relays=ordered, parameters=frozenset(parameters))
+        self._check_place(call, need.relays.values())
+        ordered = tuple(sorted(need.relays.values(), key=lambda relay: relay.value.index))
+        return Cut(time=time, call=call, keys=(call.key,), relays=ordered, parameters=need.parameters)
 
-    def _resolve(self, value: Value, time: int, relays: dict[int, Relay], parameters: set[str], seen: set[int]) -> None:
-        """Find out how ``value`` comes to be behind a cut at ``time``."""
-        if value.index in seen:
-            return
-        seen.add(value.index)
+    def _need(self, value: Value, time: int, known: "dict[int, _Need | _Impossible]") -> "_Need":
+        """What must be handed on so that ``value`` is there behind a cut at ``time``."""
+        if value.index not in known:
+            try:
+                known[value.index] = self._find_need(value, time, known)
+            except _Impossible as error:
+                known[value.index] = error
+        found = known[value.index]
+        if isinstance(found, _Impossible):
+            raise found
+        return found
+
+    def _find_need(self, value: Value, time: int, known: "dict[int, _Need | _Impossible]") -> "_Need":
         covering = self.cover(value.call, time)
         if covering is not None and value.born > covering.start:
-            relays[value.index] = _relay(value, covering)
-            return
-        for call in self._trace.calls if value.depends else ():
-            # A value that a function of its own made is known by the first call that returns it.
-            if value.operation is None and value in call.outputs and self.cover(call, time) is call:
-                relays[value.index] = Relay(value=value, call=call, attribute=None)
-                return
+            return _Need.of(_relay(value, covering))
         if not value.depends:
-            return
+            return _Need()
         operation = value.operation
         if operation is None:
+            # What a function of its own made is known by the first call that returns it.
+            for call in self._trace.calls:
+                if value in call.outputs and self.cover(call, time) is call:
+                    return _Need.of(Relay(value=value, call=call))
             raise _Impossible(f"a tensor of shape {tuple(value.tensor.shape)} crosses that no watched function made")
+        direct = _Need.of(Relay(value=value, call=operation.call, operation=operation)) if _is_fixed(value) else None
+        try:
+            again = self._again(operation, time, known)
+        except _Impossible:
+            if direct is None:
+                raise
+            return direct
+        if direct is not None and (again.parameters or again.size > direct.size):
+            return direct
+        return again
+
+    def _again(self, operation: Operation, time: int, known: "dict[int, _Need | _Impossible]") -> "_Need":
+        """What an operation needs to run again behind a cut."""
         if operation.random:
             raise _Impossible(
-                f"the result of {operation.name} at {operation.source} crosses, which draws random numbers outside of"
-                " modules; make it a module (nn.Dropout instead of functional dropout)"
+                f"the result of {operation.name} at {operation.source} crosses, which draws random numbers and changes"
+                " a tensor in place; make it a module (nn.Dropout instead of functional dropout)"
             )
-        parameters.update(operation.parameters)
-        for each in operation.inputs:
-            self._resolve(each, time, relays, parameters, seen)
+        need = _Need(parameters=frozenset(operation.parameters))
+        for value in operation.inputs:
+            need = need | self._need(value, time, known)
+        return need
 
-    def _check_place(self, call: Call, relays: dict[int, Relay]) -> None:
+    def _check_place(self, call: Call, relays: Iterable[Relay]) -> None:
         time = call.end
         if time < self._grad_time:
             raise _Impossible("torch.autograd.grad is called later in the step and needs the graph in one piece")
         if call.region and self._regions.get(call.region, 0) > time:
             raise _Impossible("it ends inside an activation checkpoint, which is run again as a whole")
-        for relay in relays.values():
-            source = relay.call
-            if not source.gradients and relay.value.expects_gradient:
+        for relay in relays:
+            source = relay.call if relay.operation is None else relay.operation
+            if source is None:
+                continue
+            if isinstance(source, Call) and not source.gradients and relay.value.expects_gradient:
                 raise _Impossible(
                     f"{source.name!r} runs under a re-entrant activation checkpoint; use use_reentrant=False"
                 )
-            if source.region and self._regions.get(source.region, 0) > source.end:
+            end = source.end if isinstance(source, Call) else source.time
+            if source.region and self._regions.get(source.region, 0) > end:
                 raise _Impossible(f"the activation checkpoint around {source.name!r} goes on after it")
 
     def _nothing_between(self, before: Cut, cut: Cut) -> bool:

@@ -1,5 +1,6 @@
 """Refusals and warnings before the first step."""
 
+from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
@@ -169,6 +170,22 @@ def check_changes(changed: dict[str, str], kind: str) -> None:
             f"{kind}.training_step changes the parameter {name!r} in place (at {source}), which a pipeline would do"
             " once"
             " for every microbatch. Do it in `on_train_batch_end` or `on_before_zero_grad`."
+        )
+
+
+def check_file(path: Any) -> None:
+    """Refuse a folder: a pipeline reads one plain checkpoint file.
+
+    Raises:
+        MisconfigurationException: Naming the path.
+
+    """
+    if Path(path).is_dir():
+        raise MisconfigurationException(
+            f"The checkpoint {str(path)!r} is a folder, such as FSDP2 and ZeRO write; PipelineStrategy reads one plain"
+            " file. Load it under the strategy that wrote it and save one file there"
+            " (FSDP2Strategy(save_distributed_checkpoint=False); `consolidate_checkpoint` for ZeRO), or name a file in"
+            " it."
         )
 
 

@@ -24,13 +24,14 @@ from lightning_shard._compat.dry_run import (
 )
 from lightning_shard._compat.pipelining import compiled_call
 from lightning_shard._compat.process import is_compiled
-from lightning_shard._compat.recording import OperatorWatch
+from lightning_shard._compat.recording import OperatorWatch, version
 from lightning_shard.pipeline.absent import AbsentTensor
+from lightning_shard.pipeline.functions import operation_name
 from lightning_shard.pipeline.structure import tensors_in
 from lightning_shard.pipeline.trace import Recorder, Trace
 from lightning_shard.units.dry_copy import DryCopier, cuda_in_use
 from lightning_shard.units.usage import step_arguments
-from lightning_shard.units.watch import DESCRIPTIONS, IN_PLACE, VALUES_OF, guess_value
+from lightning_shard.units.watch import guess_value
 
 _SHAPE_ONLY = frozenset(
     "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
@@ -228,16 +229,11 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__", "__delete__"):
-            attribute = getattr(func.__self__, "__name__", "")
-            if name != "__get__" and attribute != "data":
-                return func(*args, **kwargs)
-            if name == "__get__" and attribute not in VALUES_OF and attribute != "data":
-                return func(*args, **kwargs)
-            name = f"{name}.{attribute}"
-        elif name in DESCRIPTIONS and name != "grad":
+        name = operation_name(func)
+        if name is None:
             return func(*args, **kwargs)
+        given = list(tensors_in((args, kwargs)))
+        versions = [version(tensor) for tensor in given]
         operation = self._recorder.begin(name, (args, kwargs), name in _SHAPE_ONLY)
         try:
             result = func(*args, **kwargs)
@@ -247,17 +243,9 @@ class _Functions(TorchFunctionMode):
             self._guesses -= 1
             result = guess_value(name, error, args, kwargs)
             self._recorder.trace.guessed = self._recorder.trace.guessed or f"{operation.source}: {name}"
-        self._recorder.finish(operation, result, _written(name, args, kwargs))
+        written = [tensor for tensor, before in zip(given, versions, strict=True) if version(tensor) != before]
+        self._recorder.finish(operation, result, written)
         return result
-
-
-def _written(name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a function changes in place."""
-    written = list(tensors_in(kwargs.get("out")))
-    in_place = name in IN_PLACE or name == "__set__.data" or (name.endswith("_") and not name.endswith("__"))
-    if (in_place or kwargs.get("inplace") is True) and args and name not in ("requires_grad_", "retain_grad"):
-        written += list(tensors_in(args[0]))
-    return written
 
 
 def _same(tensor: Any) -> Any:

@@ -3,15 +3,19 @@
 Wrappers are put around the forwards of the modules that matter, once. While no stage runs, they do nothing.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.overrides import TorchFunctionMode
 
 from lightning_shard._compat.pipelining import compiled_call
 from lightning_shard.pipeline.absent import AbsentError, AbsentTensor, absent_of
+from lightning_shard.pipeline.functions import operation_name
 from lightning_shard.pipeline.stages import Capture, Key, StagePlan, Stub, Wire
 from lightning_shard.pipeline.structure import Slot, map_leaves, tensors_in
 
@@ -68,7 +72,8 @@ class Replay:
         run = StageRun(self.module, plan, received, device, reseed)
         self.current = run
         try:
-            result = step()
+            with _Operations(run) if plan.counts_operations else nullcontext():
+                result = step()
         except _Leave:
             return run.sent()
         finally:
@@ -93,11 +98,14 @@ class StageRun:
     ) -> None:
         self.plan = plan
         self.left = False
+        self.own_work = False
         self._module = module
         self._device = device
         self._reseed = reseed
         self._counts: dict[str, int] = {}
         self._got: dict[int, Tensor] = {}
+        self._stack: list[Key] = []
+        self._places: dict[Key | None, int] = {}
         for wire, tensor in zip(plan.receives, received, strict=True):
             self._got[wire.value] = _Enter.apply(tensor, wire.written)  # type: ignore[no-untyped-call]
 
@@ -110,17 +118,54 @@ class StageRun:
         key = (name, ordinal)
         stub = self.plan.stubs.get(key)
         if stub is not None:
+            self.own_work = True
             result = self._stand_in(name, stub)
+            self.own_work = False
         else:
-            result = forward(*args, **kwargs)
+            self._stack.append(key)
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                self._stack.pop()
             if key in self.plan.captures:
+                self.own_work = True
                 self._capture(key, result)
+                self.own_work = False
             if key == self.plan.exit:
-                self.left = True
+                self.left = self.own_work = True
                 raise _Leave
         if key in self.plan.reseeds:
             self._reseed(sorted(self.plan.reseeds).index(key) + 1)
         return result
+
+    def operate(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One operation; where its results are handed on to this stage, these."""
+        around = self._stack[-1] if self._stack else None
+        number = self._places.get(around, 0)
+        self._places[around] = number + 1
+        place = (around, number)
+        handed = dict(self.plan.substitutes.get(place, ()))
+        if not handed:
+            result = func(*args, **kwargs)
+            for output, value in self.plan.results.get(place, ()):
+                tensors = list(tensors_in(result))
+                if output >= len(tensors):
+                    self._mismatch(f"{func.__name__} returned {len(tensors)} tensors, not more than {output}")
+                self._got[value] = tensors[output]
+            return result
+        try:
+            result = func(*args, **kwargs)
+        except AbsentError:
+            if len(handed) == 1 and 0 in handed:
+                return self._got[handed[0]]
+            raise
+        outputs = itertools.count()
+
+        def replace(tensor: Tensor) -> Tensor:
+            value = handed.get(next(outputs))
+            return tensor if value is None else self._got[value]
+
+        return map_leaves(result, Tensor, replace)
 
     def sent(self) -> tuple[Tensor, ...]:
         """The values to send."""
@@ -185,6 +230,19 @@ class StageRun:
             " step call its modules in the same way for every microbatch, or choose other cuts with"
             " PipelineStrategy(split=[...])."
         )
+
+
+class _Operations(TorchFunctionMode):
+    """Shows a run the operations between modules."""
+
+    def __init__(self, run: StageRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._run.own_work or operation_name(func) is None:
+            return func(*args, **(kwargs or {}))
+        return self._run.operate(func, args, kwargs or {})
 
 
 class ReplayedForward:

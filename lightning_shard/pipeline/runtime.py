@@ -334,7 +334,7 @@ class Pipeline:
             return ()
         loss = result.get("loss") if isinstance(result, dict) else result
         if not isinstance(loss, Tensor) or isinstance(loss, AbsentTensor):
-            what = "a value of another stage" if isinstance(loss, AbsentTensor) else type(loss).__name__
+            what = f"a value from {loss.origin!r}, of another stage," if isinstance(loss, AbsentTensor) else "no tensor"
             raise MisconfigurationException(
                 f"{type(self._module).__name__}.training_step returned {what} as its loss for microbatch {chunk}; a"
                 " pipeline needs a loss tensor for every microbatch (None, to skip a batch, is not possible)."

@@ -1,8 +1,8 @@
 """A stage's backward in two parts: the gradients of what it received first, those of its weights when there is time.
 
-Source: "Zero Bubble Pipeline Parallelism" (Qi et al. 2024). The first part runs the graph from the outputs to the inputs
-and notes the gradients that arrive at each node that also leads to a weight; the second part starts from these nodes. A
-node of a linear layer so computes each of its two products once.
+Source: "Zero Bubble Pipeline Parallelism" (Qi et al. 2024). The first part runs the graph from the outputs to the
+inputs and notes the gradients that arrive at each node that also leads to a weight; the second part starts from these
+nodes. A node of a linear layer so computes each of its two products once.
 
 torch has such a function, too, but where a weight is used at several nodes it can count gradients twice, or need a part
 of the graph that it has freed.

@@ -1,6 +1,6 @@
 """What each stage does with each module call of a step: leave it out, keep what it returns, or end with it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ class Wire:
     """Whether code of the step changes it in place, so that it must be a copy."""
 
     source: str
-    """The module that it comes from."""
+    """What it comes from, for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,10 @@ class Capture:
     """Whether it is changed in place before the stage ends."""
 
 
+Place = tuple[Key | None, int]
+"""The call around an operation, ``None`` for the step itself, and the operation's number in it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """How one stage replays a step."""
@@ -95,6 +99,15 @@ class StagePlan:
     captures: dict[Key, tuple[Capture, ...]]
     """Calls whose results are kept."""
 
+    substitutes: dict[Place, tuple[tuple[int, int], ...]]
+    """Operations before the stage whose results are handed on to it: pairs of a result's place and the value."""
+
+    results: dict[Place, tuple[tuple[int, int], ...]]
+    """Operations whose results are kept for the next stage, likewise."""
+
+    called: frozenset[str]
+    """All modules that the step calls, if operations are counted in them."""
+
     exit: Key | None
     """The call with which the stage ends; ``None`` on the last."""
 
@@ -114,7 +127,12 @@ class StagePlan:
         """Names of the modules whose calls matter."""
         names = {key[0] for key in [*self.stubs, *self.captures, *self.reseeds]}
         names.update(name for stub in self.stubs.values() for name in stub.inner)
-        return names | ({self.exit[0]} if self.exit is not None else set())
+        return names | self.called | ({self.exit[0]} if self.exit is not None else set())
+
+    @property
+    def counts_operations(self) -> bool:
+        """Whether operations between modules are watched."""
+        return bool(self.substitutes or self.results)
 
 
 def plan_stages(trace: Trace, cuts: Sequence[Cut]) -> list[StagePlan]:
@@ -126,6 +144,8 @@ def plan_stages(trace: Trace, cuts: Sequence[Cut]) -> list[StagePlan]:
     """
     finder = CutFinder(trace)
     reseeds = _reseeds(trace, cuts, finder)
+    counted = any(relay.operation is not None for cut in cuts for relay in cut.relays)
+    called = frozenset(call.name for call in trace.calls) if counted else frozenset()
     plans = []
     for stage in range(len(cuts) + 1):
         before = cuts[stage - 1] if stage else None
@@ -133,8 +153,13 @@ def plan_stages(trace: Trace, cuts: Sequence[Cut]) -> list[StagePlan]:
         received = {relay.value.index for relay in before.relays} if before is not None else set()
         captures: dict[Key, list[Capture]] = {}
         outputs: dict[Key, int] = {}
+        kept: list[Relay] = []
         for relay in behind.relays if behind is not None else ():
-            if relay.value.index not in received:
+            if relay.value.index in received:
+                continue
+            if relay.operation is not None:
+                kept.append(relay)
+            elif relay.call is not None:
                 captures.setdefault(relay.call.key, []).append(_capture(relay, behind.time if behind else 0))
                 outputs[relay.call.key] = len(relay.call.outputs)
         plans.append(
@@ -146,6 +171,9 @@ def plan_stages(trace: Trace, cuts: Sequence[Cut]) -> list[StagePlan]:
                 sends=_wires(behind),
                 stubs=_stubs(trace, before, finder) if before is not None else {},
                 captures={key: tuple(entries) for key, entries in captures.items()},
+                substitutes=_places(before.relays if before is not None else ()),
+                results=_places(kept),
+                called=called,
                 exit=behind.call.key if behind is not None else None,
                 outputs=outputs,
                 reseeds=reseeds,
@@ -162,14 +190,25 @@ def _wires(cut: Cut | None) -> tuple[Wire, ...]:
             dtype=relay.value.tensor.dtype,
             gradient=relay.value.expects_gradient and relay.value.tensor.dtype.is_floating_point,
             written=relay.value.mutated is not None,
-            source=relay.call.name,
+            source=relay.source,
         )
         for relay in (cut.relays if cut is not None else ())
     )
 
 
+def _places(relays: Iterable[Relay]) -> dict[Place, tuple[tuple[int, int], ...]]:
+    places: dict[Place, tuple[tuple[int, int], ...]] = {}
+    for relay in relays:
+        operation = relay.operation
+        if operation is not None:
+            place = (operation.call.key if operation.call is not None else None, operation.place)
+            places[place] = (*places.get(place, ()), (operation.results.index(relay.value), relay.value.index))
+    return places
+
+
 def _capture(relay: Relay, end: int) -> Capture:
     value = relay.value
+    assert relay.call is not None
     return Capture(
         value=value.index,
         output=relay.call.outputs.index(value) if relay.attribute is None else None,
@@ -191,7 +230,7 @@ def _stubs(trace: Trace, cut: Cut, finder: CutFinder) -> dict[Key, Stub]:
             counts[call.name] = counts.get(call.name, 0) + 1
     attributes: dict[int, list[tuple[str, str, int]]] = {}
     for relay in cut.relays:
-        if relay.attribute is not None:
+        if relay.attribute is not None and relay.call is not None:
             attributes.setdefault(id(relay.call), []).append((*relay.attribute, relay.value.index))
     return {
         call.key: Stub(

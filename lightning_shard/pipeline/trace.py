@@ -81,6 +81,12 @@ class Operation:
     region: int
     """Number of the activation checkpoint in which it ran; 0 outside."""
 
+    place: int = -1
+    """Its number among the operations of its call, outside of calls in that; -1 for what is no function of tensors."""
+
+    results: tuple[Value, ...] = ()
+    """The tensors that it returned, in order; an argument that it returned, too."""
+
     random: bool = False
     """Whether it drew random numbers."""
 
@@ -195,7 +201,7 @@ class Recorder:
         self._stack: list[Call] = []
         self._counts: dict[str, int] = {}
         self._regions: list[FrameType] = []
-        self._keep: list[Any] = []
+        self._places: dict[tuple[str, int] | None, int] = {}
 
     def begins_with(self, batch: Any, module: nn.Module) -> None:
         """Tensors that are there before the step: of the batch, and what modules hold besides parameters."""
@@ -262,6 +268,10 @@ class Recorder:
             source=source,
             region=region,
         )
+        if name:
+            caller = operation.call.key if operation.call is not None else None
+            operation.place = self._places.get(caller, 0)
+            self._places[caller] = operation.place + 1
         self.trace.operations.append(operation)
         return operation
 
@@ -285,6 +295,7 @@ class Recorder:
             known = id(tensor) in given or id(tensor) in self._parameters or id(tensor) in changed
             if not known:
                 self._add(tensor, depends, operation)
+        operation.results = tuple(self.value_of(t) for t in tensors_in(result) if id(t) not in self._parameters)
 
     def drew(self) -> None:
         """Random numbers were drawn."""

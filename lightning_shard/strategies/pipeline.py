@@ -299,6 +299,11 @@ class PipelineStrategy(DDPStrategy):
         return True
 
     @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        guards.check_file(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         assert self.lightning_module is not None
         state.load_weights(self.lightning_module, checkpoint["state_dict"], strict)

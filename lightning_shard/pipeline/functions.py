@@ -1,0 +1,20 @@
+"""Which calls of torch functions count as operations of a step: the same in its trace and in its replay."""
+
+from typing import Any
+
+from lightning_shard.units.watch import DESCRIPTIONS, VALUES_OF
+
+
+def operation_name(func: Any) -> str | None:
+    """The name of an operation, or ``None`` for what only describes a tensor.
+
+    Args:
+        func: What ``__torch_function__`` got; for an attribute its descriptor's method.
+
+    """
+    name = str(getattr(func, "__name__", ""))
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = str(getattr(func.__self__, "__name__", ""))
+        counts = attribute == "data" or (name == "__get__" and attribute in VALUES_OF)
+        return f"{name}.{attribute}" if counts else None
+    return None if name in DESCRIPTIONS and name != "grad" else name

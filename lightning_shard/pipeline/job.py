@@ -17,18 +17,21 @@ from lightning_shard.mesh import Mesh
 from lightning_shard.pipeline import state
 from lightning_shard.pipeline.absent import is_absent
 from lightning_shard.pipeline.clipping import PipelineClipping
+from lightning_shard.pipeline.cuts import parameter_stages
 from lightning_shard.pipeline.guards import check_changes
-from lightning_shard.pipeline.layout import Balance, Layout, Tracer, agree, lay_out
+from lightning_shard.pipeline.layout import Balance, Layout, Tracer, agree, lay_out, matching_cuts
 from lightning_shard.pipeline.metrics import replica_group
-from lightning_shard.pipeline.ownership import keep_own, make_equal, move_own
+from lightning_shard.pipeline.ownership import keep_own, make_equal, move_own, take_over
 from lightning_shard.pipeline.plans import Plans
 from lightning_shard.pipeline.replay import Replay
-from lightning_shard.pipeline.runtime import Pipeline, Setting
+from lightning_shard.pipeline.runtime import Pipeline
 from lightning_shard.pipeline.samples import sample_microbatches
 from lightning_shard.pipeline.schedule import ScheduleName, per_rank, rank_of_stage, stages_of_rank
 from lightning_shard.pipeline.seeds import mix, run_seed
+from lightning_shard.pipeline.setting import Setting
 from lightning_shard.pipeline.shards import StageShards
 from lightning_shard.pipeline.tied import reduce_gradients, sum_gradients, tied_groups
+from lightning_shard.pipeline.trace import Trace
 
 _ATTRIBUTE = "_lightning_shard_stages"
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -122,6 +125,7 @@ class Job:
             rank_zero_info(self.layout.table)
         else:
             self.layout = self._checked(*known)
+            self._extend(traces)
             move_own(module, device)
         self._tied = tied_groups(
             {name: self._ranks(stages) for name, stages in self.layout.owners.items()},
@@ -162,6 +166,32 @@ class Job:
                     " new module and load a checkpoint."
                 )
         return layout
+
+    def _extend(self, traces: Sequence[tuple[str, Any, Trace]]) -> None:
+        """Bring parameters to stages that need them in steps which came after the module was laid out."""
+        missing: dict[str, set[int]] = {}
+        for *_, trace in traces:
+            for name, stages in parameter_stages(trace, matching_cuts(trace, self.layout)).items():
+                if lacking := stages - set(self.layout.owners[name]):
+                    missing.setdefault(name, set()).update(lacking)
+        if not missing:
+            return
+        if self._sharded is not None:
+            name, stages = next(iter(missing.items()))
+            raise MisconfigurationException(
+                f"{traces[0][0]} uses parameter {name!r} on stage {min(stages)}, which shares other parameters with the"
+                " ranks that run it (data_parallel='shard') and was not seen to need this one when the module was laid"
+                " out. Run the step with a new module that has loaded a checkpoint."
+            )
+        take_over(
+            module=self._module,
+            layout=self.layout,
+            missing=missing,
+            mine=self._mine,
+            rank_of=self._options.rank_of,
+            group=self._group,
+            device=self._device,
+        )
 
     def _setting(self) -> Setting:
         mesh = self._options.mesh

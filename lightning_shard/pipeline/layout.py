@@ -124,6 +124,7 @@ def lay_out(
     uses += [parameter_stages(trace, matching_cuts(trace, layout, uses[0])) for trace in traces[1:]]
     layout.owners = _owners(module, uses)
     layout.buffers = _buffers(module, first, cuts)
+    _check_buffers(first, cuts)
     _warn_about_copies(module, layout)
     layout.table = _table(module, first, cuts, layout, rank_of)
     return layout
@@ -271,6 +272,26 @@ def _buffers(module: "pl.LightningModule", trace: Trace, cuts: Sequence[Cut]) ->
     return {
         name: ends.get(name.rpartition(".")[0], last if "." not in name else 0) for name, _ in module.named_buffers()
     }
+
+
+def _check_buffers(trace: Trace, cuts: Sequence[Cut]) -> None:
+    """Refuse a buffer that one stage changes and an earlier one reads: there it would stay as it was."""
+    changed = {o.inputs[0].index for o in trace.operations if o.writes and o.inputs}
+    for name, value in trace.buffers.items():
+        if value.index not in changed and value.mutated is None:
+            continue
+        reads, writes = trace.buffer_uses(name)
+        if not writes:
+            continue
+        stage = min(stage_of(time, cuts) for time in writes)
+        early = [stage_of(time, cuts) for time in reads if stage_of(time, cuts) < stage]
+        if early:
+            raise MisconfigurationException(
+                f"Buffer {name!r} is changed on stage {stage} and read on stage {early[0]}, which would not see the"
+                " change."
+                " Choose cuts that leave both on one stage (PipelineStrategy(split=[...])), or change the buffer in"
+                " `on_train_batch_end`, where `trainer.strategy.broadcast_from_last` brings the value to all ranks."
+            )
 
 
 def _warn_about_copies(module: "pl.LightningModule", layout: Layout) -> None:

@@ -1,6 +1,6 @@
 """Give every rank the parameters of its own stages, and stand-ins for the others."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,6 +43,51 @@ def keep_own(module: "pl.LightningModule", layout: Layout, mine: Iterable[int], 
         shared = {}
     _replace(module, kept, places, shared, device)
     move_own(module, device)
+
+
+def take_over(
+    module: "pl.LightningModule",
+    layout: Layout,
+    missing: dict[str, set[int]],
+    mine: Iterable[int],
+    rank_of: Callable[[int], int],
+    group: Any,
+    device: torch.device,
+) -> None:
+    """Give stages further parameters, which a step uses there that was not known when the module was laid out.
+
+    Collective in each pipeline.
+
+    Args:
+        module: The module, laid out.
+        layout: Its stages; the new owners are added.
+        missing: Names of parameters and the stages that they are missing on.
+        mine: The stages of this rank.
+        rank_of: The place in the pipeline of a stage's rank.
+        group: Process group of the pipeline.
+        device: Where this rank runs.
+
+    """
+    parameters = dict(module.named_parameters())
+    here = {rank_of(stage) for stage in mine}
+    for name in sorted(missing):
+        parameter = parameters[name]
+        source = rank_of(layout.owners[name][0])
+        absent = is_absent(parameter)
+        data = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device=device) if absent else parameter.data
+        dist.broadcast(data, src=dist.get_global_rank(group, source), group=group)
+        layout.owners[name] = tuple(sorted({*layout.owners[name], *missing[name]}, key=_owner_first(layout, name)))
+        if absent and here & {rank_of(stage) for stage in missing[name]}:
+            real = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            for submodule in module.modules():
+                for own, old in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
+                    if old is parameter:
+                        setattr(submodule, own, real)
+
+
+def _owner_first(layout: Layout, name: str) -> Callable[[int], tuple[bool, int]]:
+    owner = layout.owners[name][0]
+    return lambda stage: (stage != owner, stage)
 
 
 def move_own(module: nn.Module, device: torch.device) -> None:

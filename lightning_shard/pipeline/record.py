@@ -27,8 +27,9 @@ from lightning_shard._compat.process import is_compiled
 from lightning_shard._compat.recording import OperatorWatch, version
 from lightning_shard.pipeline.absent import AbsentTensor
 from lightning_shard.pipeline.functions import operation_name
+from lightning_shard.pipeline.recorder import Recorder
 from lightning_shard.pipeline.structure import tensors_in
-from lightning_shard.pipeline.trace import Recorder, Trace
+from lightning_shard.pipeline.trace import Trace
 from lightning_shard.units.dry_copy import DryCopier, cuda_in_use
 from lightning_shard.units.usage import step_arguments
 from lightning_shard.units.watch import guess_value

@@ -49,7 +49,13 @@ class Replay:
         self._wrapped.clear()
 
     def run(
-        self, plan: StagePlan, step: Callable[[], Any], received: Sequence[Tensor], device: torch.device, reseed: Any
+        self,
+        plan: StagePlan,
+        step: Callable[[], Any],
+        received: Sequence[Tensor],
+        device: torch.device,
+        reseed: Callable[[int], None] = lambda point: None,
+        recompute: Callable[..., Any] | None = None,
     ) -> Any:
         """Run ``step`` as the stage of ``plan`` does.
 
@@ -59,6 +65,7 @@ class Replay:
             received: What the stage before sent, in the order of ``plan.receives``.
             device: Where absent tensors say that they are.
             reseed: Called with the number of a call after which random numbers start anew.
+            recompute: Calls the outermost modules of the stage so that backward runs them again.
 
         Returns:
             On the last stage what the step returned; else the values to send, in the order of ``plan.sends``.
@@ -69,7 +76,7 @@ class Replay:
 
         """
         assert self.current is None, "a stage runs already"
-        run = StageRun(self.module, plan, received, device, reseed)
+        run = StageRun(self.module, plan, received, device, reseed, recompute)
         self.current = run
         try:
             with _Operations(run) if plan.counts_operations else nullcontext():
@@ -94,7 +101,13 @@ class StageRun:
     """One run of a step on one stage."""
 
     def __init__(
-        self, module: nn.Module, plan: StagePlan, received: Sequence[Tensor], device: torch.device, reseed: Any
+        self,
+        module: nn.Module,
+        plan: StagePlan,
+        received: Sequence[Tensor],
+        device: torch.device,
+        reseed: Callable[[int], None],
+        recompute: Callable[..., Any] | None,
     ) -> None:
         self.plan = plan
         self.left = False
@@ -102,6 +115,7 @@ class StageRun:
         self._module = module
         self._device = device
         self._reseed = reseed
+        self._recompute = recompute
         self._counts: dict[str, int] = {}
         self._got: dict[int, Tensor] = {}
         self._stack: list[Key] = []
@@ -124,7 +138,10 @@ class StageRun:
         else:
             self._stack.append(key)
             try:
-                result = forward(*args, **kwargs)
+                if self._recompute is not None and key in self.plan.outermost:
+                    result = self._recompute(forward, *args, **kwargs)
+                else:
+                    result = forward(*args, **kwargs)
             finally:
                 self._stack.pop()
             if key in self.plan.captures:

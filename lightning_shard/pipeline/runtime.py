@@ -9,7 +9,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_shard._compat.pipelining import (
     ReplayStage,
@@ -26,54 +25,12 @@ from lightning_shard.pipeline.logs import LogRecorder, fetch_elsewhere
 from lightning_shard.pipeline.metrics import MetricSync
 from lightning_shard.pipeline.microbatch import Microbatch, join_outputs, split_batch
 from lightning_shard.pipeline.plans import Plans
+from lightning_shard.pipeline.recompute import Recompute
 from lightning_shard.pipeline.replay import Boundary, Replay
-from lightning_shard.pipeline.schedule import ScheduleName, per_rank, stages_of_rank, why_impossible
+from lightning_shard.pipeline.schedule import per_rank, stages_of_rank, why_impossible
 from lightning_shard.pipeline.seeds import mix, own_numbers, seed_everything
+from lightning_shard.pipeline.setting import Setting
 from lightning_shard.pipeline.stages import StagePlan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a pipeline runs with."""
-
-    schedule: ScheduleName
-    """The order of forwards and backwards."""
-
-    ranks: int
-    """Ranks in a pipeline."""
-
-    stages_per_rank: int
-    """Stages of a rank in schedules that have several."""
-
-    microbatches: int
-    """Into how many a batch is split."""
-
-    activation_checkpointing: bool
-    """Whether forwards are run again in backward."""
-
-    rank: int
-    """This rank's place in its pipeline."""
-
-    replica: int
-    """Which of the pipelines it is in."""
-
-    last_rank: int
-    """Global rank of the last stage of this pipeline."""
-
-    device: torch.device
-    """Where this rank runs."""
-
-    group: Any
-    """Process group of the pipeline."""
-
-    seed: int
-    """Seed of the run."""
-
-    @property
-    def has_last_stage(self) -> bool:
-        """Whether the last stage is on this rank."""
-        last = self.ranks * per_rank(self.schedule, self.stages_per_rank) - 1
-        return last in stages_of_rank(self.schedule, self.rank, self.ranks, self.stages_per_rank)
 
 
 @dataclass(kw_only=True)
@@ -126,6 +83,7 @@ class Pipeline:
         self._schedules: dict[int, Any] = {}
         self._wires: Any = None
         self._batch: _Batch | None = None
+        self._recompute = Recompute(module) if setting.activation_checkpointing else None
         self._announced = False
         per = per_rank(setting.schedule, setting.stages_per_rank)
         self._stages = [
@@ -283,7 +241,7 @@ class Pipeline:
             assert self._batch is not None
             plan = self._batch.plans[chunk][stage]
             trains = torch.is_grad_enabled()
-            if trains and self.setting.activation_checkpointing and not plan.is_last:
+            if trains and self._recompute is not None and not plan.is_last:
                 found = self._run_again_in_backward(plan, chunk, received)
             else:
                 found = self._run(self._batch, plan, chunk, received)
@@ -309,12 +267,18 @@ class Pipeline:
                 return method(microbatch, *batch.arguments, **batch.keywords)
 
         return self._replay.run(
-            plan, step, received, self.setting.device, lambda point: seed_everything(mix(seed, point))
+            plan,
+            step,
+            received,
+            self.setting.device,
+            lambda point: seed_everything(mix(seed, point)),
+            # The last stage's step has a loss, metrics and logs behind its modules, which must happen once.
+            self._recompute if plan.is_last and torch.is_grad_enabled() else None,
         )
 
     def _run_again_in_backward(self, plan: StagePlan, chunk: int, received: tuple[Tensor, ...]) -> Any:
         batch = self._batch
-        assert batch is not None
+        assert batch is not None and self._recompute is not None
         first = True
 
         def forward(*inputs: Tensor) -> Any:
@@ -325,8 +289,7 @@ class Pipeline:
             finally:
                 self._logs.muted = False
 
-        with set_checkpoint_early_stop(False):
-            return checkpoint(forward, *received, use_reentrant=False)
+        return self._recompute(forward, *received)
 
     def _last(self, batch: _Batch, chunk: int, result: Any) -> tuple[Tensor, ...]:
         if batch.step != "training_step":

@@ -114,6 +114,9 @@ class StagePlan:
     outputs: dict[Key, int]
     """How many tensors each captured call returned in the trace."""
 
+    outermost: frozenset[Key]
+    """On the last stage the calls that lie wholly in it and in no other such call, and use parameters."""
+
     reseeds: frozenset[Key]
     """Calls after which random numbers start anew, so that all stages draw the same."""
 
@@ -125,7 +128,7 @@ class StagePlan:
     @property
     def modules(self) -> set[str]:
         """Names of the modules whose calls matter."""
-        names = {key[0] for key in [*self.stubs, *self.captures, *self.reseeds]}
+        names = {key[0] for key in [*self.stubs, *self.captures, *self.reseeds, *self.outermost]}
         names.update(name for stub in self.stubs.values() for name in stub.inner)
         return names | self.called | ({self.exit[0]} if self.exit is not None else set())
 
@@ -176,6 +179,9 @@ def plan_stages(trace: Trace, cuts: Sequence[Cut]) -> list[StagePlan]:
                 called=called,
                 exit=behind.call.key if behind is not None else None,
                 outputs=outputs,
+                outermost=_outermost(trace, before.time if before is not None else 0)
+                if behind is None
+                else frozenset(),
                 reseeds=reseeds,
             )
         )
@@ -241,6 +247,15 @@ def _stubs(trace: Trace, cut: Cut, finder: CutFinder) -> dict[Key, Stub]:
         )
         for mark, call in outer.items()
     }
+
+
+def _outermost(trace: Trace, start: int) -> frozenset[Key]:
+    using = {id(call) for _, _, use in trace.uses() for call in (use.call.around() if use.call is not None else ())}
+    return frozenset(
+        call.key
+        for call in trace.calls
+        if call.start > start and id(call) in using and (call.parent is None or call.parent.start <= start)
+    )
 
 
 def _reseeds(trace: Trace, cuts: Sequence[Cut], finder: CutFinder) -> frozenset[Key]:

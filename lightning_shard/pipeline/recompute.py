@@ -1,0 +1,49 @@
+"""Keep what a stage received, and run its forward again in backward (GPipe, Huang et al. 2019, section 2.3)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+
+class Recompute:
+    """Runs functions so that backward runs them again instead of keeping their activations.
+
+    Args:
+        module: Whose batch normalisations count a row once only, however often it is run.
+
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._norms = [each for each in module.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``function`` returns; random numbers are the same when it is run again."""
+        again = False
+
+        def run(*inner: Any, **keywords: Any) -> Any:
+            nonlocal again
+            if again:
+                with self._statistics_kept():
+                    return function(*inner, **keywords)
+            again = True
+            return function(*inner, **keywords)
+
+        # A function that ends early would end in the middle of the user's code.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    @contextmanager
+    def _statistics_kept(self) -> Iterator[None]:
+        """Normalise by the batch, as in training, without moving the running statistics."""
+        training = [norm for norm in self._norms if norm.training]
+        for norm in training:
+            norm.track_running_stats = False
+        try:
+            yield
+        finally:
+            for norm in training:
+                norm.track_running_stats = True

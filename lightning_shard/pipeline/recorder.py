@@ -1,0 +1,202 @@
+"""Builds the trace of a step while it runs."""
+
+import contextlib
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.pipeline.structure import Slot, map_leaves, tensors_in
+from lightning_shard.pipeline.trace import Call, Operation, Trace, Value, storage_key
+
+
+class Recorder:
+    """Builds a `Trace` while a step runs."""
+
+    def __init__(self, step: str, parameters: dict[int, str]) -> None:
+        self.trace = Trace(step)
+        self._parameters = parameters
+        self._by_tensor: dict[int, Value] = {}
+        self._by_storage: dict[int, list[Value]] = {}
+        self._stack: list[Call] = []
+        self._counts: dict[str, int] = {}
+        self._regions: list[FrameType] = []
+        self._places: dict[tuple[str, int] | None, int] = {}
+
+    def begins_with(self, batch: Any, module: nn.Module) -> None:
+        """Tensors that are there before the step: of the batch, and what modules hold besides parameters."""
+        held = [tensor for submodule in module.modules() for tensor in tensors_in(_held(submodule))]
+        for tensor in [*tensors_in(batch), *held]:
+            if id(tensor) not in self._parameters and id(tensor) not in self._by_tensor:
+                self._add(tensor, depends=False, operation=None)
+        self.trace.buffers = {name: self.value_of(buffer) for name, buffer in module.named_buffers()}
+
+    # --- modules ---
+
+    def enter(self, name: str) -> Call:
+        """A module's forward begins."""
+        self.trace.now += 1
+        ordinal = self._counts.get(name, 0)
+        self._counts[name] = ordinal + 1
+        parent = self._stack[-1] if self._stack else None
+        call = Call(name=name, ordinal=ordinal, parent=parent, start=self.trace.now, region=self._place()[0])
+        self._stack.append(call)
+        self.trace.calls.append(call)
+        return call
+
+    def leave(self, call: Call, result: Any) -> None:
+        """A module's forward ended with ``result``."""
+
+        def note(tensor: Tensor) -> Slot:
+            value = self.value_of(tensor)
+            call.outputs.append(value)
+            return Slot(value.index)
+
+        self.trace.now += 1
+        call.gradients = torch.is_grad_enabled()
+        call.template = map_leaves(result, Tensor, note)
+        call.end = self.trace.now
+
+    def unwind(self, call: Call) -> None:
+        """A module's forward is over, by a result or an error."""
+        while self._stack and self._stack.pop() is not call:
+            pass
+
+    # --- operations ---
+
+    def begin(self, name: str, arguments: Any, shape_only: bool) -> Operation:
+        """An operation is called."""
+        self.trace.now += 1
+        inputs: list[Value] = []
+        parameters: list[str] = []
+        for tensor in tensors_in(arguments):
+            parameter = self._parameters.get(id(tensor))
+            if parameter is not None:
+                parameters.append(parameter)
+            else:
+                inputs.append(self.value_of(tensor))
+        if not shape_only:
+            for value in inputs:
+                value.last_use = self.trace.now
+        region, source = self._place()
+        operation = Operation(
+            time=self.trace.now,
+            name=name,
+            call=self._stack[-1] if self._stack else None,
+            inputs=[] if shape_only else inputs,
+            parameters=[] if shape_only else parameters,
+            writes=False,
+            source=source,
+            region=region,
+        )
+        if name:
+            caller = operation.call.key if operation.call is not None else None
+            operation.place = self._places.get(caller, 0)
+            self._places[caller] = operation.place + 1
+        self.trace.operations.append(operation)
+        return operation
+
+    def finish(self, operation: Operation, result: Any, written: list[Tensor]) -> None:
+        """An operation gave ``result`` and changed the tensors ``written`` in place."""
+        depends = bool(operation.parameters) or any(value.depends for value in operation.inputs)
+        given = {id(value.tensor) for value in operation.inputs}
+        for tensor in written:
+            operation.writes = True
+            parameter = self._parameters.get(id(tensor))
+            if parameter is not None:
+                self.trace.changed.setdefault(parameter, operation.source)
+                continue
+            before = self.value_of(tensor)
+            for alias in list(self._by_storage.get(storage_key(tensor), [before])):
+                if self._by_tensor.get(id(alias.tensor)) is alias:
+                    alias.mutated = alias.mutated or operation.time
+                    self._add(alias.tensor, depends or alias.depends, operation)
+        changed = {id(tensor) for tensor in written}
+        for tensor in tensors_in(result):
+            known = id(tensor) in given or id(tensor) in self._parameters or id(tensor) in changed
+            if not known:
+                self._add(tensor, depends, operation)
+        operation.results = tuple(self.value_of(t) for t in tensors_in(result) if id(t) not in self._parameters)
+
+    def drew(self) -> None:
+        """Random numbers were drawn."""
+        if self.trace.operations:
+            self.trace.operations[-1].random = True
+
+    def add_flops(self, flops: int) -> None:
+        """The running operation computes."""
+        if self.trace.operations:
+            self.trace.operations[-1].flops += flops
+
+    def saved(self, tensor: Tensor, seen: set[int]) -> None:
+        """Autograd keeps a tensor; memory that several tensors share counts once."""
+        key = storage_key(tensor)
+        if id(tensor) not in self._parameters and key not in seen and self.trace.operations:
+            seen.add(key)
+            self.trace.operations[-1].saved += tensor.numel() * tensor.element_size()
+
+    def use(self, arguments: Any) -> list[Value]:
+        """Something other than an operation takes these values: a metric, the logger, the caller of the step."""
+        operation = self.begin("", arguments, shape_only=False)
+        return operation.inputs
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """The value that ``tensor`` is now; one that was never seen came out of a function that cannot be watched."""
+        value = self._by_tensor.get(id(tensor))
+        if value is None:
+            value = self._add(tensor, tensor.requires_grad, None)
+        return value
+
+    def _add(self, tensor: Tensor, depends: bool, operation: Operation | None) -> Value:
+        value = Value(
+            index=len(self.trace.values),
+            born=self.trace.now,
+            depends=depends,
+            tensor=tensor,
+            operation=operation,
+            call=self._stack[-1] if self._stack else None,
+        )
+        self.trace.values.append(value)
+        self._by_tensor[id(tensor)] = value
+        self._by_storage.setdefault(storage_key(tensor), []).append(value)
+        return value
+
+    # --- places ---
+
+    def locate(self, module: nn.Module) -> None:
+        """Note which values lie in attributes of modules, at the end of the step."""
+        for name, submodule in module.named_modules():
+            for attribute, content in vars(submodule).items():
+                if isinstance(content, Tensor) and id(content) in self._by_tensor:
+                    self._by_tensor[id(content)].location = (name, attribute)
+
+    def _place(self) -> tuple[int, str]:
+        """Which activation checkpoint is running (its function's frame is on the stack), and the user's line."""
+        frame: FrameType | None = sys._getframe(2)
+        checkpoint: FrameType | None = None
+        source = ""
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.endswith(_CHECKPOINT):
+                checkpoint = frame
+            if not source and not file.startswith(_LIBRARIES):
+                source = f"{file}:{frame.f_lineno}"
+            frame = frame.f_back
+        if checkpoint is None:
+            return 0, source
+        if not self._regions or self._regions[-1] is not checkpoint:
+            self._regions.append(checkpoint)
+        return len(self._regions), source
+
+
+_CHECKPOINT = "torch/utils/checkpoint.py"
+_LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, pl.__file__, contextlib.__file__, __file__))
+
+
+def _held(module: nn.Module) -> list[Any]:
+    inside = {"_parameters", "_modules"}
+    return [content for name, content in vars(module).items() if name not in inside and not name.endswith("_hooks")]

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -279,21 +279,39 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_no_rank_outlives_its_caller(tmp_path: Path) -> None:
-    script = tmp_path / "a caller.py"
-    script.write_text(CALLER)
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        folder.mkdir()
-    command = [sys.executable, str(script), *map(str, folders)]
-    caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, preexec_fn=heed_interrupts)
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A script that starts ranks as it should, and one without a guard; side by side, since each starts a server."""
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "a caller.py").write_text(CALLER)
+    (folder / "unguarded.py").write_text(CALLER.split("if __name__")[0] + "run_distributed(hang, 1, '.')\n")
+    for name in ("first", "second"):
+        (folder / name).mkdir()
+    started = {
+        script: subprocess.Popen(
+            [sys.executable, script, "first", "second"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            preexec_fn=heed_interrupts,
+        )
+        for script in ("a caller.py", "unguarded.py")
+    }
+    yield {"folder": folder, **started}
+    for process in started.values():
+        process.kill()
+        process.communicate()
+
+
+def test_no_rank_outlives_its_caller(scripts: dict[str, Any]) -> None:
+    caller, folder = scripts["a caller.py"], scripts["folder"]
     try:
-        interrupted = pids_in(folders[0], caller)
+        interrupted = pids_in(folder / "first", caller)
         caller.send_signal(signal.SIGINT)
-        assert caller.stdout is not None
         assert caller.stdout.readline() == "interrupted\n"
         assert not any(map(alive, interrupted))
-        orphaned = pids_in(folders[1], caller)
+        orphaned = pids_in(folder / "second", caller)
     finally:
         caller.kill()
         caller.communicate()
@@ -303,13 +321,11 @@ def test_no_rank_outlives_its_caller(tmp_path: Path) -> None:
     assert not any(map(alive, orphaned))
 
 
-def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
-    script = tmp_path / "unguarded.py"
-    script.write_text(CALLER.split("if __name__")[0] + "run_distributed(hang, 1, '.')\n")
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert ended.returncode == 1
-    assert "exited with code 1 before it began" in ended.stderr
-    assert "keep what the script does under `if __name__ == '__main__':`" in ended.stderr
+def test_a_script_without_a_guard_is_told_so(scripts: dict[str, Any]) -> None:
+    said = scripts["unguarded.py"].communicate(timeout=90)[1]
+    assert scripts["unguarded.py"].returncode == 1
+    assert "exited with code 1 before it began" in said
+    assert "keep what the script does under `if __name__ == '__main__':`" in said
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
@@ -392,9 +408,8 @@ ZERO = {
 }
 
 
-@pytest.mark.parametrize("name", ZERO)
-def test_zero_trains_as_one_process(name: str) -> None:
-    assert_same_training(Net, {name: ZERO[name]}, make_batches)
+def test_zero_trains_as_one_process() -> None:
+    assert_same_training(Net, ZERO, make_batches)
 
 
 class ScaledGradient(Net):

@@ -1,10 +1,6 @@
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,17 +9,11 @@ from benchmarks.fsdp import judge, main
 from benchmarks.turns import Loop, median_ratio, over_ranks, take_turns
 from lightning_shard.testing import run_distributed
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.ranks
-def test_quick_run_compares_the_same_work() -> None:
-    command = [sys.executable, "benchmarks/fsdp.py", "--quick", "--names", "fsdp2", "--json"]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": paths}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
-    (result,) = json.loads(ended.stdout)
+def test_quick_run_compares_the_same_work(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--quick", "--names", "fsdp2", "--json"])
+    (result,) = json.loads(capsys.readouterr().out)
     assert (result["name"], result["pairs"]) == ("fsdp2", 5)
     # Two blocks: a norm, and two linear layers with their biases.
     assert result["parameters"] == 2 * (2 * 32 + 2 * 32 * 128 + 128 + 32)

@@ -1,14 +1,18 @@
 """The command: help pages, one line for every mistake, and Lightning's subcommands on several ranks."""
 
 import ast
+import io
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import fields
+from functools import cache
 from inspect import getsource, signature
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_shard_cli import errors
 from lightning_shard_cli.errors import nearest
 from lightning_shard_cli.main import SUBCOMMANDS, main
 
@@ -101,21 +106,63 @@ def mistake(capsys):
     return run
 
 
-def command(*arguments: str, rank: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m lightning_shard_cli`` as another process."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "cli", Path(__file__).parent)))
-    env = os.environ | {"PYTHONPATH": path} | ({"LOCAL_RANK": str(rank)} if rank else {})
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_shard_cli", *arguments],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        start_new_session=True,  # a failing rank kills the process that started it, not this one
-    )
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    """How ``python -m lightning_shard_cli`` ends where one process refuses, and where all ranks do.
+
+    Side by side, since starting Python takes longer than what is looked at.
+    """
+    two_ranks = ["--trainer.strategy=zero2", "--trainer.accelerator=cpu", "--trainer.devices=2"]
+    commands = {
+        "one process": ["fit", BORING, "--trainer.strategy=zero3_ofload"],
+        "all ranks": ["fit", f"--model={__name__}.WithAdafactor", *two_ranks, "--trainer.fast_dev_run=1"],
+    }
+    mine = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "LIGHTNING_SHARD_TRACEBACK")
+    env = {key: value for key, value in os.environ.items() if key not in mine}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "cli", Path(__file__).parent)))
+    started = {
+        key: subprocess.Popen(
+            [sys.executable, "-m", "lightning_shard_cli", *arguments],
+            cwd=tmp_path_factory.mktemp("refused"),
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a failing rank kills the process that started it, not this one
+        )
+        for key, arguments in commands.items()
+    }
+    ended = {}
+    try:
+        for key, process in started.items():
+            out, err = process.communicate(timeout=200)
+            ended[key] = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    finally:
+        for process in started.values():
+            process.kill()
+    return ended
+
+
+def told(arguments: list[str]) -> tuple[int, str]:
+    """The exit code of the command in this process, and all that is written meanwhile; for a rank of its own."""
+    with open("told.txt", "w+") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        code = main(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return code, Path("told.txt").read_text()
 
 
 STRATEGIES = (ZeROStrategy, FSDP2Strategy)
+
+
+@cache
+def help_page(strategy: type) -> str:
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main(["fit", f"--trainer.strategy.help={strategy.__name__}"]) == 0
+    return out.getvalue()
 
 
 class TestHelp:
@@ -162,18 +209,16 @@ class TestHelp:
             (FSDP2Strategy, "mixed_precision", MixedPrecision),
         ],
     )
-    def test_strategy_shows_every_option_of_its_option_classes(self, strategy, key, options, capsys):
-        assert main(["fit", f"--trainer.strategy.help={strategy.__name__}"]) == 0
-        page = capsys.readouterr().out
+    def test_strategy_shows_every_option_of_its_option_classes(self, strategy, key, options):
+        page = help_page(strategy)
         documented = field_docstrings(options)
         for field in fields(options):
             assert f"\n  --trainer.strategy.{key}.{field.name} " in page
             assert squeezed(documented[field.name]) in squeezed(page), field.name
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_strategy_explains_every_option(self, strategy, capsys):
-        assert main(["fit", f"--trainer.strategy.help={strategy.__name__}"]) == 0
-        usage, _, page = capsys.readouterr().out.partition("Help for")
+    def test_strategy_explains_every_option(self, strategy):
+        usage, _, page = help_page(strategy).partition("Help for")
         assert usage.startswith("usage: lightning-shard ")
         explained = dict(re.findall(r"^  --trainer\.strategy\.(\w+) .*\n((?:   .*\n)+)", page, flags=re.MULTILINE))
         for name in signature(strategy).parameters:
@@ -227,9 +272,9 @@ class TestPrintConfig:
         assert main(["fit", "--config=printed.yaml", "--print_config"]) == 0
         assert yaml.safe_load(capsys.readouterr().out) == yaml.safe_load(printed)
         # And a run is made with them: of the one layer, a unit.
-        done = command("fit", "--config=my.yaml", BORING, *ONE_CPU)
-        assert done.returncode == 0, done.stderr
-        assert re.search(r"^layer +66 ", done.stdout + done.stderr, flags=re.MULTILINE)
+        ((code, said),) = run_distributed(told, 1, ["fit", "--config=my.yaml", BORING, *ONE_CPU])
+        assert code == 0, said
+        assert re.search(r"^layer +66 ", said, flags=re.MULTILINE)
 
     def test_command_line_wins_over_file(self, capsys, tmp_path):
         (tmp_path / "my.yaml").write_text("trainer:\n  max_steps: 3\n  devices: 4\n")
@@ -365,8 +410,8 @@ class TestMistakes:
         with pytest.raises(Exception, match="did you mean 'zero3'"):
             main(["fit", BORING, "--trainer.strategy=zero33"])
 
-    def test_exit_code_and_line_of_the_process(self):
-        done = command("fit", BORING, "--trainer.strategy=zero3_ofload")
+    def test_exit_code_and_line_of_the_process(self, refused):
+        done = refused["one process"]
         assert done.returncode == 2
         assert done.stdout == ""
         assert done.stderr.splitlines() == [
@@ -401,15 +446,21 @@ class TestRanks:
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
         assert done.stderr == ""
 
-    def test_a_rank_that_fails_alone_speaks(self):
-        done = command("fitt", rank=1)
-        assert done.returncode == 2
-        assert done.stderr == "lightning-shard: error: rank 1: no subcommand 'fitt'; did you mean 'fit'?\n"
+    def test_a_rank_that_fails_alone_speaks(self, monkeypatch, capsys):
+        now = [0.0]
+        clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+        monkeypatch.setattr(errors, "time", clock)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        assert main(["fitt"]) == 2
+        assert now[0] >= 5.0, "rank 0 had no time to speak first"
+        assert capsys.readouterr() == (
+            "",
+            "lightning-shard: error: rank 1: no subcommand 'fitt'; did you mean 'fit'?\n",
+        )
 
     @pytest.mark.ranks
-    def test_what_all_ranks_refuse_is_told_once(self):
-        settings = ["--trainer.strategy=zero2", "--trainer.accelerator=cpu", "--trainer.devices=2"]
-        done = command("fit", f"--model={__name__}.WithAdafactor", *settings, "--trainer.fast_dev_run=1")
+    def test_what_all_ranks_refuse_is_told_once(self, refused):
+        done = refused["all ranks"]
         assert done.returncode == 2
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("lightning-shard: error: ")]
         assert "Adafactor" in line
@@ -417,17 +468,24 @@ class TestRanks:
         assert "Traceback" not in done.stderr
 
     @pytest.mark.ranks
-    @pytest.mark.parametrize("name", SUBCOMMANDS)
-    def test_subcommand_runs_on_two_ranks(self, name, tmp_path):
-        arguments = [name, BORING, "--trainer.strategy=zero2", "--trainer.accelerator=cpu", "--trainer.devices=2"]
+    def test_every_subcommand_runs_on_two_ranks(self, tmp_path):
+        arguments = [BORING, "--trainer.strategy=zero2", "--trainer.accelerator=cpu", "--trainer.devices=2"]
         arguments += [f"--trainer.callbacks={__name__}.Witness", "--trainer.fast_dev_run=2"]
 
-        def run() -> int:
-            return main(arguments)
+        def run() -> dict[str, tuple[int, set[str]]]:
+            found, before = {}, set()
+            for name in SUBCOMMANDS:
+                code = main([name, *arguments])
+                torch.distributed.barrier()
+                seen = {path.name for path in Path.cwd().glob("*.seen")}
+                torch.distributed.barrier()  # nobody goes on while another rank looks
+                found[name], before = (code, seen - before), seen
+            return found
 
-        assert run_distributed(run, 2) == [0, 0]
-        steps = {"fit": "train"}.get(name, name)
-        assert sorted(path.name for path in tmp_path.glob("*.seen")) == [f"{steps}-0.seen", f"{steps}-1.seen"]
+        for found in run_distributed(run, 2):
+            for name in SUBCOMMANDS:
+                steps = {"fit": "train"}.get(name, name)
+                assert found[name] == (0, {f"{steps}-0.seen", f"{steps}-1.seen"}), name
 
 
 class Witness(Callback):

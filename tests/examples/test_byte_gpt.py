@@ -16,6 +16,7 @@ import torch
 from examples.byte_gpt import ByteGPT, ByteText
 from examples.demo import compare
 from lightning_shard.testing import run_distributed
+from tests.examples.scripts import as_script
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--layers=1", "--heads=2", "--width=32", "--context=16", "--batch-size=4"]
@@ -27,42 +28,46 @@ def text(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.ranks
-def test_demo_trains_as_one_process_does_and_says_so(tmp_path):
-    # A folder with a space, from which the package is found through PYTHONPATH only.
-    folder = tmp_path / "a folder" / "examples"
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """The example in a folder with a space, from which the package is found through PYTHONPATH only."""
+    folder = tmp_path_factory.mktemp("somewhere") / "a folder" / "examples"
     shutil.copytree(ROOT / "examples", folder, ignore=shutil.ignore_patterns("__pycache__"))
-    run = subprocess.run(
-        [sys.executable, str(folder / "byte_gpt.py"), *TINY, "--steps=6", "--sample=8"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +([\d.e+-]+)$", run.stdout, re.MULTILINE)
+    return folder / "byte_gpt.py"
+
+
+@pytest.mark.ranks
+def test_demo_trains_as_one_process_does_and_says_so(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    first, second = run_distributed(as_script, 2, [str(script), *TINY, "--steps=6", "--sample=8"], timeout=200.0)
+    code, said = first
+    assert code == 0, said
+    assert second == (0, "")
+    rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +([\d.e+-]+)$", said, re.MULTILINE)
     assert [int(row[0]) for row in rows] == [1, 6]
     for _, parallel, reference, _ in rows:
         assert float(parallel) == pytest.approx(float(reference), abs=1e-4)
     assert float(rows[-1][1]) < float(rows[0][1])
-    assert "the same training" in run.stdout
+    assert "the same training" in said
     parameters = sum(parameter.numel() for parameter in ByteGPT(16, 1, 2, 32).parameters())
-    assert f"Ψ = {parameters:,} parameters, N = 2 ranks" in run.stdout
-    assert re.search(r"^optimizer states +8Ψ/N", run.stdout, re.MULTILINE)
-    assert "A sample after 6 steps:\ndef " in run.stdout
+    assert f"Ψ = {parameters:,} parameters, N = 2 ranks" in said
+    assert re.search(r"^optimizer states +8Ψ/N", said, re.MULTILINE)
+    assert "A sample after 6 steps:\ndef " in said
 
 
 @pytest.mark.ranks
-def test_interrupt_leaves_no_process():
-    demo = subprocess.Popen(
-        [sys.executable, str(ROOT / "examples" / "byte_gpt.py"), *TINY, "--steps=1000000", "--no-reference"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        # A test run in the background ignores Ctrl-C, and so would all that it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+def test_interrupt_leaves_no_process(script, tmp_path):
+    with (tmp_path / "said.txt").open("w") as said:
+        demo = subprocess.Popen(
+            [sys.executable, str(script), *TINY, "--steps=1000000", "--no-reference"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A test run in the background ignores Ctrl-C, and so would all that it starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
 
     def group() -> list[psutil.Process]:
         found = []
@@ -76,12 +81,13 @@ def test_interrupt_leaves_no_process():
 
     try:
         deadline = time.monotonic() + 90
-        while len(group()) < 2:  # rank 1 is started by rank 0
-            assert demo.poll() is None
-            assert time.monotonic() < deadline
+        while "MEMBER: 2/2" not in (tmp_path / "said.txt").read_text():  # rank 1, started by rank 0, has joined it
+            assert demo.poll() is None, (tmp_path / "said.txt").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "said.txt").read_text()
             time.sleep(0.2)
-        time.sleep(8)  # into the training, or close to it
+        time.sleep(2)  # into the training
         assert demo.poll() is None
+        assert len(group()) >= 2
         os.killpg(demo.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
         assert demo.wait(timeout=60) != 0
         deadline = time.monotonic() + 20

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from examples.gan_fsdp2 import CLOUDS, Drawing, Ring, RingGAN, centres, covered, plot
+from lightning_shard.testing import run_distributed
+from tests.examples.scripts import as_script
 
-ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(Path(__file__).resolve().parents[2] / "examples" / "gan_fsdp2.py")
 
 
 def run(*arguments: str) -> str:
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "gan_fsdp2.py"), "--width=32", *arguments],
+        [sys.executable, SCRIPT, "--width=32", *arguments],
         capture_output=True,
         text=True,
         timeout=200,
@@ -32,14 +34,17 @@ def losses(output: str) -> list[float]:
 
 
 @pytest.mark.ranks
-def test_two_ranks_train_both_networks_as_one_process_does() -> None:
+def test_two_ranks_train_both_networks_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sharded = run("--steps=20", "--batch-size=64")
     assert "Under fsdp2 on 2 ranks, 20 steps" in sharded
     assert re.search(r"^\d of 8 clouds covered; \d+% of the points lie in one\.$", sharded, re.MULTILINE)
     # The table names the units of both networks.
     for unit in ("generator.2", "generator.3", "discriminator.2", "discriminator.3"):
         assert re.search(rf"^{re.escape(unit)} +1,056 ", sharded, re.MULTILINE)
-    whole = run("--steps=20", "--batch-size=64", "--strategy=auto", "--devices=1")
+    same = ["--width=32", "--steps=20", "--batch-size=64", "--strategy=auto", "--devices=1"]
+    monkeypatch.chdir(tmp_path)
+    ((code, whole),) = run_distributed(as_script, 1, [SCRIPT, *same])
+    assert code == 0, whole
     assert losses(sharded) == pytest.approx(losses(whole), abs=1e-4)
 
 

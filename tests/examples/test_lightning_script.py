@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from difflib import unified_diff
 from pathlib import Path
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_shard.testing import run_distributed
+from tests.examples.scripts import as_script
 
 pytestmark = pytest.mark.ranks
 
@@ -52,9 +56,7 @@ if __name__ == "__main__":
 """
 
 
-def run(script: str, folder: Path) -> str:
-    folder.mkdir()
-    (folder / "train.py").write_text(script)
+def launched(folder: Path) -> str:
     result = subprocess.run(
         [sys.executable, "train.py"],
         cwd=folder,
@@ -68,13 +70,24 @@ def run(script: str, folder: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3_offload"])
-def test_only_the_import_and_the_name_change(name: str, tmp_path: Path) -> None:
+def on_running_ranks(folder: Path) -> str:
+    (code, printed), (other, _) = run_distributed(as_script, 2, [str(folder / "train.py")])
+    assert code == other == 0
+    return printed
+
+
+@pytest.mark.parametrize(("name", "run"), [("zero2", on_running_ranks), ("zero3_offload", launched)])
+def test_only_the_import_and_the_name_change(
+    name: str, run: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = SCRIPT.replace("import torch\n", "import lightning_shard\nimport torch\n", 1)
     ours = ours.replace('strategy="ddp"', f'strategy="{name}"')
     changed = [line for line in unified_diff(SCRIPT.splitlines(), ours.splitlines(), n=0) if line[0] in "+-"][2:]
     assert len(changed) == 3, "one line added, one line replaced"
-    printed = run(ours, tmp_path / "a script")
-    assert "step 3" in printed
-    assert (tmp_path / "a script" / "fitted.ckpt" / "lightning_shard.json").is_file()
-    assert BoringModel.load_from_checkpoint(tmp_path / "a script" / "weights.ckpt").layer.weight.abs().sum() > 0
+    folder = tmp_path / "a script"
+    folder.mkdir()
+    (folder / "train.py").write_text(ours)
+    monkeypatch.chdir(folder)
+    assert "step 3" in run(folder)
+    assert (folder / "fitted.ckpt" / "lightning_shard.json").is_file()
+    assert BoringModel.load_from_checkpoint(folder / "weights.ckpt").layer.weight.abs().sum() > 0

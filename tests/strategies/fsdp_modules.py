@@ -1,7 +1,7 @@
 """Modules and runs for tests of FSDP2: repeated blocks of uneven sizes, and a fit that hands whole states back."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,17 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_shard import FSDP2Strategy, SizeUnits
-from lightning_shard._parity import (
-    Comparison,
-    Recipe,
-    Recording,
-    StrategyChoice,
-    Tolerance,
-    compare,
-    split_rows,
-    train_and_record,
-)
 from lightning_shard.testing import run_distributed
+from tests.strategies.cases import Case as Case
+from tests.strategies.cases import assert_all_same as assert_all_same
 from tests.strategies.zero_modules import Classifying, MakeOptimizer
 from tests.strategies.zero_runs import loader, trainer
 
@@ -145,61 +137,6 @@ def reference(fn: Callable[..., Any], *args: Any) -> Any:
 def on_ranks(fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60.0) -> list[Any]:
     """``fn(*args)`` on every rank."""
     return run_distributed(fn, ranks, *args, timeout=timeout)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One training that must equal one process."""
-
-    make: Callable[[], pl.LightningModule]
-    """Makes the module; the same on each call after seeding."""
-
-    batches: Sequence[Any]
-    """The global batches of an epoch."""
-
-    strategy: StrategyChoice = "fsdp2"
-    """Under what it is trained."""
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments of the Trainer, ``precision`` among them."""
-
-
-def assert_all_same(
-    cases: Mapping[str, Case], *, ranks: int = 2, atol: float = 5e-6, rtol: float = 1e-5
-) -> dict[str, Comparison]:
-    """`lightning_shard.testing.assert_same_training` for many cases, in one start of the ranks: a start takes longer
-    than a case."""
-    (expected,) = run_distributed(train_all, 1, cases, 0, timeout=120.0)
-    found = run_distributed(train_all, ranks, cases, ranks, timeout=120.0)
-    tolerance = Tolerance(absolute=atol, relative=rtol)
-    compared = {key: compare([rank[key] for rank in found], expected[key], tolerance) for key in cases}
-    failures = {key: comparison.failures for key, comparison in compared.items() if comparison.failures}
-    assert not failures, "\n".join(f"{key}: {line}" for key, lines in failures.items() for line in lines[:6])
-    assert all(expected[key].moved for key in cases)
-    return compared
-
-
-def train_all(cases: Mapping[str, Case], ranks: int) -> dict[str, Recording]:
-    """Every case on this rank, one after the other; with no ranks, under no strategy."""
-    recordings = {}
-    for key, case in cases.items():
-        settings = dict(case.settings)
-        recipe = Recipe(
-            make_module=case.make,
-            strategy=case.strategy if ranks else "auto",
-            batches=case.batches,
-            split=split_rows,
-            world_size=ranks or 1,
-            precision=settings.pop("precision", "32-true"),
-            seed=0,
-            trainer_kwargs=settings,
-        )
-        try:
-            recordings[key] = train_and_record(recipe)
-        except Exception as error:
-            error.add_note(f"(in the case {key!r})")
-            raise
-    return recordings
 
 
 def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], atol: float = 5e-6) -> None:

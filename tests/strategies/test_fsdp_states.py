@@ -7,6 +7,7 @@ which all ranks but the first own nothing. A 0-dimensional scale stays whole on 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,7 @@ from lightning_shard.telemetry import (
 )
 from lightning_shard.telemetry.traffic import Collective, Operation, Traffic, count_traffic
 from lightning_shard.testing import run_distributed
+from tests.strategies.cases import each
 from tests.strategies.zero_runs import loader, trainer
 
 pytestmark = pytest.mark.ranks
@@ -171,9 +173,67 @@ def train(strategy: Any, module: Callable[[], pl.LightningModule], settings: dic
     return watch.batches
 
 
-def run(ranks: int, strategy: Any, optimizer: str = "adam", frozen: bool = False, **settings: Any) -> list[list[Batch]]:
+def to_two() -> FSDP2Strategy:
+    return FSDP2Strategy(reshard_after_forward=2)
+
+
+def checkpointed() -> FSDP2Strategy:
+    return FSDP2Strategy(activation_checkpointing=True)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training is made of."""
+
+    strategy: Any
+    optimizer: str = "adam"
+    frozen: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Of the Trainer, in the order of their names."""
+
+
+def settings(**given: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(given.items()))
+
+
+RUNS = {
+    2: [
+        *(Run(name) for name in (*NAMED, "fsdp2_hybrid", checkpointed)),
+        Run("fsdp2", "momentum"),
+        Run("fsdp2", "groups"),
+        Run("fsdp2", frozen=True),
+        *(Run("fsdp2", settings=settings(precision=precision)) for precision in ("bf16-mixed", "bf16-true")),
+        Run("fsdp2", settings=settings(accumulate_grad_batches=2)),
+        *(Run(name, settings=settings(accumulate_grad_batches=3)) for name in ("fsdp2", "fsdp2_grad")),
+        Run("fsdp2", settings=settings(gradient_clip_val=0.1)),
+        Run("fsdp2", settings=settings(gradient_clip_val=0.1, gradient_clip_algorithm="value")),
+    ],
+    4: [
+        *(Run(name) for name in (*NAMED, "fsdp2_hybrid", to_two)),
+        *(Run(name, "momentum") for name in ("fsdp2_grad", "fsdp2_hybrid")),
+        Run("fsdp2_hybrid", settings=settings(accumulate_grad_batches=3)),
+    ],
+}
+"""By number of ranks, every training that a test looks at."""
+
+
+@cache
+def all_runs(ranks: int) -> list[dict[Run, list[Batch]]]:
+    """The batches of every run on every rank; in one start of the ranks, which takes longer than a run."""
+    runs = RUNS[ranks]
+
+    def one(index: int) -> list[Batch]:
+        each_run = runs[index]
+        return train(each_run.strategy, lambda: Net(each_run.optimizer, each_run.frozen), dict(each_run.settings))
+
+    found = run_distributed(each, ranks, range(len(runs)), one)
+    return [{runs[index]: batches for index, batches in rank.items()} for rank in found]
+
+
+def run(ranks: int, strategy: Any, optimizer: str = "adam", frozen: bool = False, **more: Any) -> list[list[Batch]]:
     """The batches of every rank."""
-    return run_distributed(train, ranks, strategy, lambda: Net(optimizer, frozen), settings)
+    wanted = Run(strategy, optimizer, frozen, settings(**more))
+    return [rank[wanted] for rank in all_runs(ranks)]
 
 
 def group_of(strategy: str, ranks: int) -> int:
@@ -354,15 +414,11 @@ def test_resharding_to_fewer_ranks_gathers_the_second_time_among_them() -> None:
     """As many elements as the first time, between two ranks; at rest nothing of that smaller world is left."""
     agreement, scale, _ = small_messages(4).values()
     among_two = Counter(call("all_gather", 4 * padded_rows(unit, 4), 2) for unit in UNITS)
-    for batches in run(4, lambda: FSDP2Strategy(reshard_after_forward=2)):
+    for batches in run(4, to_two):
         batch = batches[-1]
         assert batch.backward == among_two + per_unit("reduce_scatter", 4) + Counter([agreement, scale])
         assert batch.after_step is not None and batch.after_step.storage("gathered") == 0
         assert batch.after_step.storage("parameters") == 4 * (padded_rows(SHAPES, 4) + 1)
-
-
-def checkpointed() -> FSDP2Strategy:
-    return FSDP2Strategy(activation_checkpointing=True)
 
 
 def test_recomputing_activations_moves_nothing_more() -> None:

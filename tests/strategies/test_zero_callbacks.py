@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from lightning_shard import ZeROStrategy
-from lightning_shard.testing import RankFailed, assert_same_training
+from lightning_shard.testing import RankFailed, run_distributed
+from tests.strategies.cases import assert_all_same, each, under
 from tests.strategies.test_zero_odd_models import two_groups
 from tests.strategies.zero_modules import STAGES, Classifier, Trained, classes, numbers, sgd
 from tests.strategies.zero_runs import in_one_process, loader, on_each_rank, trainer, world
@@ -99,52 +100,47 @@ def by_group(optimizer: Any) -> Any:
     return lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 1 / (1 + step)])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_scheduler_by_epoch(name: str) -> None:
-    for seen in on_each_rank(
-        lambda name: rates(name, one_rate(step_rule, interval="epoch"), max_epochs=3).epochs, name
-    ):
-        assert seen == [1.0, 0.5, 0.25, 0.125]
+def test_schedulers_by_epoch_and_on_plateau() -> None:
+    def run(name: str) -> tuple[list[float], list[float]]:
+        by_epoch = rates(name, one_rate(step_rule, interval="epoch"), max_epochs=3).epochs
+        return by_epoch, rates(name, one_rate(plateau, monitor="val_loss"), max_epochs=3).epochs
+
+    expected = ([1.0, 0.5, 0.25, 0.125], pytest.approx([1.0, 1.0, 0.1, 0.01]))
+    assert run_distributed(each, 2, NAMES, run) == [dict.fromkeys(NAMES, expected)] * 2
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_scheduler_on_plateau(name: str) -> None:
-    for seen in on_each_rank(
-        lambda name: rates(name, one_rate(plateau, monitor="val_loss"), max_epochs=3).epochs, name
-    ):
-        assert seen == pytest.approx([1.0, 1.0, 0.1, 0.01])
+BY_STEP: dict[Any, dict[str, Any]] = {
+    step_rule: {"interval": "step", "frequency": 2},
+    one_cycle: {"interval": "step"},
+    sequence: {"interval": "step"},
+    by_group: {"interval": "step"},
+}
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("make", "settings"),
-    [
-        (step_rule, {"interval": "step", "frequency": 2}),
-        (one_cycle, {"interval": "step"}),
-        (sequence, {"interval": "step"}),
-        (by_group, {"interval": "step"}),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_scheduler_by_step_with_accumulation(name: str, make: Any, settings: dict[str, Any]) -> None:
-    def run(name: str) -> list[list[float]]:
-        return rates(name, scheduled(make, **settings), count=5, max_epochs=2, accumulate_grad_batches=2).batches
+def test_schedulers_by_step_with_accumulation() -> None:
+    def run(name: str) -> list[list[list[float]]]:
+        settings: dict[str, Any] = {"count": 5, "max_epochs": 2, "accumulate_grad_batches": 2}
+        return [rates(name, scheduled(make, **more), **settings).batches for make, more in BY_STEP.items()]
 
     expected = in_one_process(run)
-    assert len({tuple(row) for row in expected}) > 2
-    for seen in on_each_rank(run, name):
-        assert seen == [pytest.approx(row) for row in expected]
+    assert all(len({tuple(row) for row in schedule}) > 2 for schedule in expected)
+    for found in run_distributed(each, 2, NAMES, run):
+        for name, schedules in found.items():
+            for make, seen, wanted in zip(BY_STEP, schedules, expected, strict=True):
+                assert seen == [pytest.approx(row) for row in wanted], (name, make.__name__)
 
 
-@pytest.mark.parametrize("make", [one_cycle, sequence, by_group])
-def test_training_under_a_scheduler(make: Any) -> None:
-    optimizers = scheduled(make, interval="step")
-    settings = {"accumulate_grad_batches": 2}
-    assert_same_training(lambda: Classifier(optimizers), STAGES, classes(6), trainer_kwargs=settings)
+def test_training_under_a_scheduler() -> None:
+    cases = {}
+    for make in (one_cycle, sequence, by_group):
+        optimizers = scheduled(make, interval="step")
+        made = lambda optimizers=optimizers: Classifier(optimizers)  # noqa: E731
+        for key, case in under(STAGES, made, classes(6), accumulate_grad_batches=2).items():
+            cases[f"{make.__name__}: {key}"] = case
+    assert_all_same(cases)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rates_and_losses_in_the_log(name: str, tmp_path: Path) -> None:
+def test_rates_and_losses_in_the_log(tmp_path: Path) -> None:
     class Logged(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = self.loss(batch)
@@ -166,13 +162,13 @@ def test_rates_and_losses_in_the_log(name: str, tmp_path: Path) -> None:
 
     expected = in_one_process(run)
     assert {"rate/first", "rate/rest", "loss", "step", "epoch"} <= set(expected[0])
-    found = on_each_rank(run, name)[0]
-    assert len(found) == len(expected)
-    for row, reference in zip(found, expected, strict=True):
-        assert row.keys() == reference.keys()
-        assert [value and float(value) for value in row.values()] == [
-            value and pytest.approx(float(value), abs=1e-6, rel=1e-5) for value in reference.values()
-        ]
+    for name, found in run_distributed(each, 2, NAMES, run)[0].items():
+        assert len(found) == len(expected), name
+        for row, reference in zip(found, expected, strict=True):
+            assert row.keys() == reference.keys(), name
+            assert [value and float(value) for value in row.values()] == [
+                value and pytest.approx(float(value), abs=1e-6, rel=1e-5) for value in reference.values()
+            ], name
 
 
 class Finetune(BaseFinetuning):
@@ -234,8 +230,7 @@ def test_a_change_of_what_is_trained_is_refused(frozen_first: bool, change: str)
         on_each_rank(lambda name: trainer(name).fit(FreezesLater(frozen_first), loader(classes(3))), "zero2")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_second_fit_with_other_layers_frozen(name: str) -> None:
+def test_a_second_fit_with_other_layers_frozen() -> None:
     def run(name: str) -> float:
         pl.seed_everything(0, verbose=False)
         module, batches = Classifier(), loader(classes(3))
@@ -244,7 +239,8 @@ def test_a_second_fit_with_other_layers_frozen(name: str) -> None:
             trainer(name).fit(module, batches)
         return trainer(name).validate(module, batches, verbose=False)[0]["val_loss"]
 
-    assert on_each_rank(run, name) == [pytest.approx(in_one_process(run), abs=1e-6, rel=1e-5)] * 2
+    expected = pytest.approx(in_one_process(run), abs=1e-6, rel=1e-5)
+    assert run_distributed(each, 2, NAMES, run) == [dict.fromkeys(NAMES, expected)] * 2
 
 
 class Ranked(Trained):
@@ -259,8 +255,7 @@ class Ranked(Trained):
         return self.net(batch).square().mean()
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_all_ranks_stop_when_one_would(name: str) -> None:
+def test_all_ranks_stop_when_one_would() -> None:
     def run(name: str) -> int:
         stop = EarlyStopping("metric", patience=1, check_on_train_epoch_end=True)
         one = trainer(name, callbacks=[stop], max_epochs=5)
@@ -268,7 +263,7 @@ def test_all_ranks_stop_when_one_would(name: str) -> None:
         return one.current_epoch
 
     # Rank 1 is without improvement in its second epoch, numbered 1.
-    assert on_each_rank(run, name) == [2, 2]
+    assert run_distributed(each, 2, STAGES, run) == [dict.fromkeys(STAGES, 2)] * 2
 
 
 class DifferentKeys(Ranked):

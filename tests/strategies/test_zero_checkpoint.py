@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ZeROStrategy, consolidate_checkpoint
 from lightning_shard.testing import RankFailed, run_distributed
+from tests.strategies.cases import each
 from tests.strategies.zero_modules import STAGES, ZERO_NAMES, Classifier, Trained, adamw, classes, numbers, sgd
 
 pytestmark = pytest.mark.ranks
@@ -103,27 +104,29 @@ def close(left: Tensor, right: Tensor) -> bool:
     return left.shape == right.shape and torch.allclose(left.float(), right.float(), atol=5e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ZERO_NAMES)
-def test_resume_equals_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "a run" / "last.ckpt"
+def test_resume_equals_the_uninterrupted_run(tmp_path: Path) -> None:
+    def path(name: str) -> Path:
+        return tmp_path / "a run" / f"{name}.ckpt"
 
     def make() -> pl.LightningModule:
         return Classifier(adamw(1e-2))
 
-    def first() -> None:
-        fit(name, seeded(make), classes(3), 1, save=path)
+    def first(name: str) -> None:
+        fit(name, seeded(make), classes(3), 1, save=path(name))
 
-    def second() -> State:
+    def second(name: str) -> State:
         torch.manual_seed(99)
-        return fit(name, make(), classes(3), 2, ckpt_path=path)
+        return fit(name, make(), classes(3), 2, ckpt_path=path(name))
 
-    run_distributed(first, 2)
+    run_distributed(each, 2, ZERO_NAMES, first)
     expected = reference(make, classes(3), 2)
-    for resumed in run_distributed(second, 2):
-        assert resumed.losses == pytest.approx(expected.losses[3:], abs=5e-6)
-        assert all(close(resumed.weights[key], value) for key, value in expected.weights.items())
-        assert {float(state["step"]) for state in resumed.optimizer.values()} == {6.0}
-    assert json.loads((path / "lightning_shard.json").read_text())["world_size"] == 2
+    for rank in run_distributed(each, 2, ZERO_NAMES, second):
+        for name, resumed in rank.items():
+            assert resumed.losses == pytest.approx(expected.losses[3:], abs=5e-6), name
+            assert all(close(resumed.weights[key], value) for key, value in expected.weights.items()), name
+            assert {float(state["step"]) for state in resumed.optimizer.values()} == {6.0}, name
+    for name in ZERO_NAMES:
+        assert json.loads((path(name) / "lightning_shard.json").read_text())["world_size"] == 2
 
 
 class Scalar(Trained):
@@ -137,24 +140,26 @@ class Scalar(Trained):
         return (self.w * batch).mean()
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3", "zero3_offload"])
-def test_adams_step_count_comes_back(name: str, kind: str, tmp_path: Path) -> None:
+def test_adams_step_count_comes_back(tmp_path: Path) -> None:
     """Five steps with gradient 1, then one with 2: -0.59903; with a restarted step count it would be -0.68968."""
+    cases = [
+        (name, kind) for name in ("zero1", "zero2_offload", "zero3", "zero3_offload") for kind in ("Adam", "AdamW")
+    ]
 
-    def make() -> pl.LightningModule:
+    def make(kind: str) -> pl.LightningModule:
         return Scalar(lambda module: getattr(torch.optim, kind)(module.parameters(), lr=0.1, weight_decay=0.0))
 
-    def first() -> None:
-        fit(name, make(), [torch.ones(2)] * 5, 1, save=tmp_path / "c")
+    def first(case: tuple[str, str]) -> None:
+        fit(case[0], make(case[1]), [torch.ones(2)] * 5, 1, save=tmp_path / " ".join(case))
 
-    def second() -> State:
-        return fit(name, make(), [torch.full((2,), 2.0)], 2, ckpt_path=tmp_path / "c")
+    def second(case: tuple[str, str]) -> State:
+        return fit(case[0], make(case[1]), [torch.full((2,), 2.0)], 2, ckpt_path=tmp_path / " ".join(case))
 
-    run_distributed(first, 2)
-    for resumed in run_distributed(second, 2):
-        assert float(resumed.weights["w"]) == pytest.approx(-0.59903, abs=1e-5)
-        assert float(resumed.optimizer["w"]["step"]) == 6
+    run_distributed(each, 2, cases, first)
+    for rank in run_distributed(each, 2, cases, second):
+        for case, resumed in rank.items():
+            assert float(resumed.weights["w"]) == pytest.approx(-0.59903, abs=1e-5), case
+            assert float(resumed.optimizer["w"]["step"]) == 6, case
 
 
 class Everything(Trained):
@@ -179,27 +184,30 @@ class Everything(Trained):
         return nn.functional.cross_entropy(logits, (tokens + 1) % 7)
 
 
-@pytest.mark.parametrize("name", [*STAGES, "zero3_offload"])
-def test_frozen_tied_and_buffers_in_resume_and_consolidation(name: str, tmp_path: Path) -> None:
-    def first() -> State:
-        return fit(name, seeded(Everything), numbers(2), 1, save=tmp_path / "c")
+def test_frozen_tied_and_buffers_in_resume_and_consolidation(tmp_path: Path) -> None:
+    names = [*STAGES, "zero3_offload"]
 
-    def second() -> State:
-        return fit(name, Everything(frozen=0.1), numbers(2), 2, ckpt_path=tmp_path / "c")
+    def first(name: str) -> State:
+        return fit(name, seeded(Everything), numbers(2), 1, save=tmp_path / name)
 
-    saved = run_distributed(first, 2)[0]
-    for resumed in run_distributed(second, 2):
-        assert resumed.weights["still.weight"].eq(0.5).all()
-        assert int(resumed.weights["count"]) == 4
-    plain_file = consolidate_checkpoint(tmp_path / "c", tmp_path / "plain file.ckpt")
-    plain = torch.load(plain_file, weights_only=False)["state_dict"]
-    fresh = Everything(frozen=0.1)
-    fresh.load_state_dict(plain, strict=True)
-    assert fresh.head.weight is fresh.embed.weight
-    assert plain["log_temperature"].shape == ()
-    assert plain.keys() == saved.weights.keys()
-    assert all(torch.equal(plain[key], saved.weights[key]) for key in plain)
-    assert Everything.load_from_checkpoint(plain_file).still.weight.eq(0.5).all()
+    def second(name: str) -> State:
+        return fit(name, Everything(frozen=0.1), numbers(2), 2, ckpt_path=tmp_path / name)
+
+    saved = run_distributed(each, 2, names, first)[0]
+    for rank in run_distributed(each, 2, names, second):
+        for name, resumed in rank.items():
+            assert resumed.weights["still.weight"].eq(0.5).all(), name
+            assert int(resumed.weights["count"]) == 4, name
+    for name in names:
+        plain_file = consolidate_checkpoint(tmp_path / name, tmp_path / f"plain {name}.ckpt")
+        plain = torch.load(plain_file, weights_only=False)["state_dict"]
+        fresh = Everything(frozen=0.1)
+        fresh.load_state_dict(plain, strict=True)
+        assert fresh.head.weight is fresh.embed.weight, name
+        assert plain["log_temperature"].shape == (), name
+        assert plain.keys() == saved[name].weights.keys(), name
+        assert all(torch.equal(plain[key], saved[name].weights[key]) for key in plain), name
+        assert Everything.load_from_checkpoint(plain_file).still.weight.eq(0.5).all(), name
 
 
 class Seven(Trained):
@@ -218,32 +226,42 @@ class Seven(Trained):
         return (self.layer(batch) * self.scale).square().mean()
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(("name", "world_size"), [("zero1", 2), ("zero2", 4), ("zero3", 2), ("zero3", 4)])
-def test_padding_never_leaks(name: str, world_size: int, groups: int, tmp_path: Path) -> None:
-    def train() -> State:
-        return fit(
-            name, seeded(lambda: Seven(groups)), numbers(2, width=3), 1, save=tmp_path / "c", world_size=world_size
-        )
+@pytest.mark.parametrize(("names", "world_size"), [(["zero1", "zero3"], 2), (["zero2", "zero3"], 4)])
+def test_padding_never_leaks(names: list[str], world_size: int, tmp_path: Path) -> None:
+    cases = [(name, groups) for name in names for groups in (1, 2)]
 
-    saved = run_distributed(train, world_size)[0]
-    plain = torch.load(consolidate_checkpoint(tmp_path / "c", tmp_path / "f.ckpt"), weights_only=False)["state_dict"]
-    assert sum(tensor.numel() for tensor in plain.values()) == 7
-    assert all(torch.equal(plain[key], saved.weights[key]) for key in saved.weights)
+    def train(case: tuple[str, int]) -> State:
+        name, groups = case
+        path = tmp_path / f"{name} {groups}"
+        return fit(name, seeded(lambda: Seven(groups)), numbers(2, width=3), 1, save=path, world_size=world_size)
+
+    for case, saved in run_distributed(each, world_size, cases, train)[0].items():
+        file = consolidate_checkpoint(tmp_path / "{} {}".format(*case), tmp_path / "{} {}.ckpt".format(*case))
+        plain = torch.load(file, weights_only=False)["state_dict"]
+        assert sum(tensor.numel() for tensor in plain.values()) == 7, case
+        assert all(torch.equal(plain[key], saved.weights[key]) for key in saved.weights), case
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
-def test_adagrads_accumulators_come_back(name: str, tmp_path: Path) -> None:
+def test_adagrads_accumulators_come_back(tmp_path: Path) -> None:
+    names = ["zero1", "zero3"]
+
     def make() -> pl.LightningModule:
         return Classifier(
             lambda module: torch.optim.Adagrad(module.parameters(), lr=0.1, initial_accumulator_value=0.1)
         )
 
-    run_distributed(lambda: fit(name, seeded(make), classes(3), 1, save=tmp_path / "c"), 2)
+    def first(name: str) -> None:
+        fit(name, seeded(make), classes(3), 1, save=tmp_path / name)
+
+    def second(name: str) -> State:
+        return fit(name, make(), classes(3), 2, ckpt_path=tmp_path / name)
+
+    run_distributed(each, 2, names, first)
     expected = reference(make, classes(3), 2)
-    for resumed in run_distributed(lambda: fit(name, make(), classes(3), 2, ckpt_path=tmp_path / "c"), 2):
-        assert all(close(resumed.weights[key], value) for key, value in expected.weights.items())
-        assert resumed.optimizer["net.0.weight"]["sum"].shape == (17, 13)
+    for rank in run_distributed(each, 2, names, second):
+        for name, resumed in rank.items():
+            assert all(close(resumed.weights[key], value) for key, value in expected.weights.items()), name
+            assert resumed.optimizer["net.0.weight"]["sum"].shape == (17, 13), name
 
 
 class Noted(Classifier):
@@ -265,24 +283,22 @@ class Counter(pl.Callback):
         self.count = state_dict["count"]
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_hooks_and_callbacks_state(name: str, tmp_path: Path) -> None:
-    def first() -> None:
-        fit(name, Noted(), classes(2), 1, save=tmp_path / "c", callbacks=[Counter(5)])
+def test_hooks_and_callbacks_state(tmp_path: Path) -> None:
+    def first(name: str) -> None:
+        fit(name, Noted(), classes(2), 1, save=tmp_path / name, callbacks=[Counter(5)])
 
-    def second() -> tuple[int, int]:
+    def second(name: str) -> tuple[int, int]:
         module, counter = Noted(), Counter()
-        fit(name, module, classes(2), 2, ckpt_path=tmp_path / "c", callbacks=[counter])
+        fit(name, module, classes(2), 2, ckpt_path=tmp_path / name, callbacks=[counter])
         return module.note, counter.count
 
-    run_distributed(first, 2)
-    assert run_distributed(second, 2) == [(7, 5), (7, 5)]
+    run_distributed(each, 2, STAGES, first)
+    assert run_distributed(each, 2, STAGES, second) == [dict.fromkeys(STAGES, (7, 5))] * 2
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_weights_only_is_one_plain_file_without_optimizer(name: str, tmp_path: Path) -> None:
-    def first() -> State:
-        checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path, filename="w", save_weights_only=True)
+def test_weights_only_is_one_plain_file_without_optimizer(tmp_path: Path) -> None:
+    def first(name: str) -> State:
+        checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path, filename=name, save_weights_only=True)
         return fit(
             name,
             seeded(lambda: Classifier(adamw())),
@@ -292,81 +308,101 @@ def test_weights_only_is_one_plain_file_without_optimizer(name: str, tmp_path: P
             enable_checkpointing=True,
         )
 
-    def resume(**settings: Any) -> State:
+    def resume(name: str, **settings: Any) -> State:
         strategy = ZeROStrategy(stage=int(name[-1]), **settings)
-        return fit(strategy, Classifier(adamw()), classes(3)[:1], 2, ckpt_path=tmp_path / "w.ckpt")
+        return fit(strategy, Classifier(adamw()), classes(3)[:1], 2, ckpt_path=tmp_path / f"{name}.ckpt")
 
-    saved = run_distributed(first, 2)[0]
-    file = torch.load(tmp_path / "w.ckpt", weights_only=False)
-    assert "optimizer_states" not in file
-    assert all(torch.equal(file["state_dict"][key], value) for key, value in saved.weights.items())
-    with pytest.raises(RankFailed, match="load_full_weights=True"):
-        run_distributed(resume, 2)
-    for resumed in run_distributed(lambda: resume(load_full_weights=True), 2):
-        assert {float(state["step"]) for state in resumed.optimizer.values()} == {1.0}
+    def refusal(name: str) -> str:
+        with pytest.raises(MisconfigurationException) as refused:
+            resume(name)
+        return str(refused.value)
+
+    saved = run_distributed(each, 2, STAGES, first)[0]
+    for name in STAGES:
+        file = torch.load(tmp_path / f"{name}.ckpt", weights_only=False)
+        assert "optimizer_states" not in file, name
+        assert all(torch.equal(file["state_dict"][key], value) for key, value in saved[name].weights.items()), name
+    for rank in run_distributed(each, 2, STAGES, refusal):
+        assert all("load_full_weights=True" in message for message in rank.values()), rank
+    for rank in run_distributed(each, 2, STAGES, lambda name: resume(name, load_full_weights=True)):
+        for name, resumed in rank.items():
+            assert {float(state["step"]) for state in resumed.optimizer.values()} == {1.0}, name
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_evaluate_from_a_plain_file_and_from_a_folder(name: str, tmp_path: Path) -> None:
-    def first() -> None:
-        fit(name, seeded(Classifier), classes(3), 1, save=tmp_path / "c")
+def test_evaluate_from_a_plain_file_and_from_a_folder(tmp_path: Path) -> None:
+    def first(name: str) -> None:
+        fit(name, seeded(Classifier), classes(3), 1, save=tmp_path / name)
 
-    def validate(path: Path) -> float:
+    def plain(name: str) -> Path:
+        return tmp_path / f"plain {name}.ckpt"
+
+    def validate(name: str) -> list[float]:
         import os
 
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=name,
-            logger=False,
-            enable_progress_bar=False,
-            use_distributed_sampler=False,
-            enable_model_summary=False,
-        )
-        loader = rows(classes(2), int(os.environ["RANK"]), 2)
-        return trainer.validate(Classifier(), loader, ckpt_path=path, verbose=False)[0]["val_loss"]
+        found = []
+        for path in (tmp_path / name, plain(name)):
+            trainer = pl.Trainer(
+                accelerator="cpu",
+                devices=2,
+                strategy=name,
+                logger=False,
+                enable_progress_bar=False,
+                use_distributed_sampler=False,
+                enable_model_summary=False,
+            )
+            loader = rows(classes(2), int(os.environ["RANK"]), 2)
+            found.append(trainer.validate(Classifier(), loader, ckpt_path=path, verbose=False)[0]["val_loss"])
+        return found
 
-    def plainly() -> float:
-        module = Classifier.load_from_checkpoint(plain)
+    def plainly(name: str) -> float:
+        module = Classifier.load_from_checkpoint(plain(name))
         return float(sum(module.loss(batch) for batch in classes(2)) / 2)
 
-    run_distributed(first, 2)
-    plain = consolidate_checkpoint(tmp_path / "c", tmp_path / "plain.ckpt")
-    (expected,) = run_distributed(plainly, 1)
-    for path in (tmp_path / "c", plain):
-        assert run_distributed(validate, 2, path) == pytest.approx([expected] * 2, abs=5e-6)
+    run_distributed(each, 2, STAGES, first)
+    for name in STAGES:
+        consolidate_checkpoint(tmp_path / name, plain(name))
+    (expected,) = run_distributed(each, 1, STAGES, plainly)
+    for found in run_distributed(each, 2, STAGES, validate):
+        for name in STAGES:
+            assert found[name] == pytest.approx([expected[name]] * 2, abs=5e-6), name
 
 
 def test_wrong_paths_are_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+
     def save() -> None:
-        fit("zero2", Classifier(), classes(1), 1, save=tmp_path / "c")
+        fit("zero2", Classifier(), classes(1), 1, save=path)
 
     def resume(path: Path, strategy: str = "zero2", ranks: int = 2) -> None:
         fit(strategy, Classifier(), classes(1, rows=12), 2, ckpt_path=path, world_size=ranks)
 
+    def message(case: tuple[Path, str]) -> str:
+        with pytest.raises((MisconfigurationException, FileNotFoundError)) as refused:
+            resume(*case)
+        return str(refused.value)
+
     run_distributed(save, 2)
     (tmp_path / "empty").mkdir()
-    for path, message in (
-        (tmp_path / "c" / "checkpoint", f"lies inside the checkpoint {tmp_path / 'c'}"),
-        (tmp_path / "empty", "it is empty"),
-        (tmp_path / "missing", "missing"),
-    ):
-        with pytest.raises(RankFailed, match=message):
-            run_distributed(resume, 2, path)
-    with pytest.raises(RankFailed, match="written by ZeRO stage 2 and cannot be loaded at stage 3"):
-        run_distributed(resume, 2, tmp_path / "c", "zero3")
+    wrong = {
+        (path / "checkpoint", "zero2"): f"lies inside the checkpoint {path}",
+        (tmp_path / "empty", "zero2"): "it is empty",
+        (tmp_path / "missing", "zero2"): "missing",
+        (path, "zero3"): "written by ZeRO stage 2 and cannot be loaded at stage 3",
+    }
+    for found in run_distributed(each, 2, list(wrong), message):
+        for case, words in wrong.items():
+            assert words in found[case], case
     with pytest.raises(RankFailed, match="written by 2 ranks and cannot be loaded on 3"):
-        run_distributed(resume, 3, tmp_path / "c", ranks=3)
+        run_distributed(resume, 3, path, ranks=3)
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_a_failed_write_leaves_the_old_checkpoint_or_none(name: str, overwrite: bool, tmp_path: Path) -> None:
-    path = tmp_path / "c"
-    after_first = run_distributed(lambda: fit(name, seeded(Classifier), classes(3), 1, save=path), 2)[0]
-    target = path if overwrite else tmp_path / "new"
+def test_a_failed_write_leaves_the_old_checkpoint_or_none(tmp_path: Path) -> None:
+    cases = [(name, target) for name in ("zero2", "zero3") for target in ("over the old one", "to a new path")]
 
-    def fail() -> None:
+    def first(case: tuple[str, str]) -> State:
+        return fit(case[0], seeded(Classifier), classes(3), 1, save=tmp_path / " ".join(case))
+
+    def fail(name: str, path: Path, target: Path) -> None:
         import errno
         import os
 
@@ -380,11 +416,14 @@ def test_a_failed_write_leaves_the_old_checkpoint_or_none(name: str, overwrite: 
         torch.save = full_disk
         fit(name, Classifier(), classes(3), 2, ckpt_path=path, save=target)
 
-    with pytest.raises(RankFailed, match="No space left on device"):
-        run_distributed(fail, 2)
-    assert overwrite or not target.exists()
-    plain = torch.load(consolidate_checkpoint(path, tmp_path / "plain.ckpt"), weights_only=False)["state_dict"]
-    assert all(torch.equal(plain[key], value) for key, value in after_first.weights.items())
+    for case, after_first in run_distributed(each, 2, cases, first)[0].items():
+        path = tmp_path / " ".join(case)
+        target = path if case[1] == "over the old one" else tmp_path / f"new {case[0]}"
+        with pytest.raises(RankFailed, match="No space left on device"):
+            run_distributed(fail, 2, case[0], path, target)
+        assert target == path or not target.exists(), case
+        plain = torch.load(consolidate_checkpoint(path, tmp_path / "plain.ckpt"), weights_only=False)["state_dict"]
+        assert all(torch.equal(plain[key], value) for key, value in after_first.weights.items()), case
 
 
 def test_consolidation_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
@@ -421,28 +460,31 @@ class FillOwnSlices(pl.Callback):
             safe_set_local_fp32_param(parameter, torch.full_like(parameter.ds_tensor, 1.0 + trainer.global_rank))
 
 
-@pytest.mark.parametrize("exclude", [False, True])
-def test_every_ranks_slice_of_an_adapter_comes_back(exclude: bool, tmp_path: Path) -> None:
-    def strategy() -> ZeROStrategy:
+def test_every_ranks_slice_of_an_adapter_comes_back(tmp_path: Path) -> None:
+    """Beside the frozen weights, and without them."""
+    paths = {exclude: tmp_path / ("adapter" if exclude else "whole") for exclude in (False, True)}
+
+    def strategy(exclude: bool) -> ZeROStrategy:
         return ZeROStrategy(stage=3, exclude_frozen_parameters=exclude, load_full_weights=True)
 
-    def first() -> State:
-        return fit(
-            strategy(), seeded(Adapted), numbers(1, width=8), 1, save=tmp_path / "c", callbacks=[FillOwnSlices()]
-        )
+    def first(exclude: bool) -> State:
+        more: dict[str, Any] = {"save": paths[exclude], "callbacks": [FillOwnSlices()]}
+        return fit(strategy(exclude), seeded(Adapted), numbers(1, width=8), 1, **more)
 
-    def again() -> State:
+    def again(exclude: bool) -> State:
         # Not strict: an adapter-only checkpoint leaves the frozen weights to the module.
         module = Adapted()
         module.strict_loading = not exclude
-        return fit(strategy(), module, numbers(1, width=8), 2, ckpt_path=tmp_path / "c")
+        return fit(strategy(exclude), module, numbers(1, width=8), 2, ckpt_path=paths[exclude])
 
-    saved = run_distributed(first, 2)[0]
-    assert saved.weights["down"].unique().tolist() == [1.0, 2.0]
-    for resumed in run_distributed(again, 2):
+    saved = run_distributed(each, 2, list(paths), first)[0]
+    found = run_distributed(each, 2, list(paths), again)
+    for exclude, path in paths.items():
+        wanted = saved[exclude].weights
+        assert wanted["down"].unique().tolist() == [1.0, 2.0], path
+        plain = torch.load(consolidate_checkpoint(path, path.with_suffix(".ckpt")), weights_only=False)["state_dict"]
         for name in ("down", "up"):
-            assert torch.equal(resumed.weights[name], saved.weights[name])
-    plain = torch.load(consolidate_checkpoint(tmp_path / "c", tmp_path / "plain.ckpt"), weights_only=False)
-    weights = plain["state_dict"]
-    assert all(torch.equal(weights[name], saved.weights[name]) for name in ("down", "up"))
-    assert ("base.weight" in weights) is not exclude
+            assert torch.equal(plain[name], wanted[name]), path
+            for rank in found:
+                assert torch.equal(rank[exclude].weights[name], wanted[name]), path
+        assert ("base.weight" in plain) is not exclude

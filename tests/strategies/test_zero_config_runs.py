@@ -3,7 +3,9 @@
 import copy
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from lightning_shard.config import Offload
 from lightning_shard.strategies.zero import ZeROStrategy
 from lightning_shard.testing import assert_same_training, run_distributed
 from lightning_shard.zero.user_config import CONFIG_VARIABLE
+from tests.strategies.cases import assert_all_same, each, under
 from tests.strategies.zero_modules import STAGES, ZERO_NAMES, Classifier, adamw, classes
 from tests.strategies.zero_runs import loader, trainer, weights, world
 from tests.zero.test_engine_config import AUTO_EVERYWHERE, GUIDE
@@ -35,30 +38,41 @@ class Bare(Classifier):
     configure_optimizers = pl.LightningModule.configure_optimizers
 
 
-def outcome(strategy: Callable[[], Any], module: Callable[[], Any] = Classifier, **settings: Any) -> tuple[str, int]:
-    """How a run with 2 rows a batch and rank ends on all ranks, and after how many batches."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run with 2 rows a batch and rank."""
 
-    def run() -> tuple[str, int]:
-        made = module()
+    strategy: Callable[[], Any]
+    module: Callable[[], Any] = Classifier
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def outcomes(runs: Mapping[str, Run]) -> dict[str, tuple[str, int]]:
+    """How each run ends on all ranks, and after how many batches."""
+
+    def outcome(key: str) -> tuple[str, int]:
+        made = runs[key].module()
         batches: list[int] = []
         made.on_train_batch_end = lambda *_: batches.append(1)
         rows = torch.randn(8, 13), torch.randint(0, 3, (8,))
+        run = DataLoader(TensorDataset(*rows), batch_size=2)
         try:
-            trainer(strategy(), **settings).fit(made, DataLoader(TensorDataset(*rows), batch_size=2))
+            trainer(runs[key].strategy(), **runs[key].settings).fit(made, run)
         except MisconfigurationException as error:
             return str(error), len(batches)
         return "trained", len(batches)
 
-    first, second = run_distributed(run, 2, timeout=60)
+    first, second = run_distributed(each, 2, list(runs), outcome, timeout=60)
     assert first == second
     return first
 
 
-def refusal_on_ranks(strategy: Callable[[], Any], module: Callable[[], Any] = Classifier, **settings: Any) -> str:
-    """The one message that all ranks raise, none of them after a step."""
-    message, batches = outcome(strategy, module, **settings)
-    assert message != "trained" and batches == 0
-    return message
+def refusals_on_ranks(runs: Mapping[str, Run]) -> dict[str, str]:
+    """The one message of each run that all ranks raise, none of them after a step."""
+    found = outcomes(runs)
+    for key, (message, batches) in found.items():
+        assert message != "trained" and batches == 0, key
+    return {key: message for key, (message, _) in found.items()}
 
 
 # --- configs ---
@@ -118,44 +132,47 @@ def test_the_batch_sizes_of_config_and_trainer_must_multiply() -> None:
         sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}
         return ZeROStrategy(config=sizes)
 
-    message = refusal_on_ranks(strategy, accumulate_grad_batches=2)
+    settings = {"accumulate_grad_batches": 2}
+    (message,) = refusals_on_ranks({"sizes": Run(strategy=strategy, settings=settings)}).values()
     assert "train_batch_size=12" in message and "2*2*2=8" in message
 
 
-@pytest.mark.parametrize(
-    ("config", "settings", "named"),
-    [
-        ({"gradient_accumulation_steps": 2}, {"accumulate_grad_batches": 4}, ["=2", "accumulate_grad_batches=4"]),
-        ({"train_micro_batch_size_per_gpu": 4}, {}, ["train_micro_batch_size_per_gpu=4", "says 2"]),
-        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 0.5}, ["gradient_clipping=1.0", "gradient_clip_val=0.5"]),
-        ({"fp16": {"enabled": True}}, {}, ["fp16.enabled=True", "precision='32-true'"]),
-        ({"gradient_cliping": 1.0}, {}, ["'gradient_cliping'", "Did you mean 'gradient_clipping'?"]),
-        ({"optimizer": {"type": "AdamW"}}, {}, ["optimizer", "overrides `configure_optimizers`"]),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_contradiction_is_refused_on_every_rank(config: Any, settings: Any, named: list[str]) -> None:
-    message = refusal_on_ranks(lambda: ZeROStrategy(config=config), **settings)
-    assert all(words in message for words in named), message
+CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({"gradient_accumulation_steps": 2}, {"accumulate_grad_batches": 4}, ["=2", "accumulate_grad_batches=4"]),
+    ({"train_micro_batch_size_per_gpu": 4}, {}, ["train_micro_batch_size_per_gpu=4", "says 2"]),
+    ({"gradient_clipping": 1.0}, {"gradient_clip_val": 0.5}, ["gradient_clipping=1.0", "gradient_clip_val=0.5"]),
+    ({"fp16": {"enabled": True}}, {}, ["fp16.enabled=True", "precision='32-true'"]),
+    ({"gradient_cliping": 1.0}, {}, ["'gradient_cliping'", "Did you mean 'gradient_clipping'?"]),
+    ({"optimizer": {"type": "AdamW"}}, {}, ["optimizer", "overrides `configure_optimizers`"]),
+]
+"""Of a config and the Trainer's settings, with the words that the refusal must have."""
+
+
+def test_contradictions_are_refused_on_every_rank() -> None:
+    runs = {
+        str(config): Run(strategy=lambda config=config: ZeROStrategy(config=config), settings=settings)
+        for config, settings, _ in CONTRADICTIONS
+    }
+    messages = refusals_on_ranks(runs)
+    for config, _, named in CONTRADICTIONS:
+        assert all(words in messages[str(config)] for words in named), (config, messages[str(config)])
 
 
 def test_equal_values_in_both_places_train() -> None:
     config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-    assert outcome(lambda: ZeROStrategy(config=config), accumulate_grad_batches=2) == ("trained", 4)
+    run = Run(strategy=lambda: ZeROStrategy(config=config), settings={"accumulate_grad_batches": 2})
+    assert outcomes({"equal": run}) == {"equal": ("trained", 4)}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_offload_of_the_config_trains_as_the_arguments(stage: Any) -> None:
-    section: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-    strategies = {
-        "config": lambda: ZeROStrategy(stage=stage, config={"zero_optimization": section}),
-        "both": lambda: ZeROStrategy(
-            stage=stage,
-            offload=Offload(optimizer="cpu", pin_memory=True),
-            config={"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}},
-        ),
-    }
-    assert_same_training(lambda: Classifier(adamw()), strategies, classes(3))
+def test_offload_of_the_config_trains_as_the_arguments() -> None:
+    strategies: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        section: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+        pinned = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}
+        offload = Offload(optimizer="cpu", pin_memory=True)
+        strategies[f"config, stage {stage}"] = partial(ZeROStrategy, stage, config={"zero_optimization": section})
+        strategies[f"both, stage {stage}"] = partial(ZeROStrategy, stage, offload=offload, config=pinned)
+    assert_all_same(under(strategies, lambda: Classifier(adamw()), classes(3)))
 
 
 # --- the config's optimizer and scheduler ---
@@ -208,11 +225,11 @@ def test_the_configs_optimizer_and_scheduler_train_as_in_one_process(name: str, 
 
     ((rates, expected),) = run_distributed(run, 1, 0, timeout=60)
     assert len(rates) == len(batches) and len(set(rates)) > 2
-    for stage in (2, 3):
-        for ours, state in run_distributed(run, 2, stage, timeout=60):
-            assert ours == pytest.approx(rates)
+    for found in run_distributed(each, 2, (2, 3), run, timeout=60):
+        for stage, (ours, state) in found.items():
+            assert ours == pytest.approx(rates), stage
             for key, value in expected.items():
-                assert torch.allclose(state[key], value, atol=5e-6), key
+                assert torch.allclose(state[key], value, atol=5e-6), (stage, key)
 
 
 def test_the_trainer_tells_the_scheduler_how_many_steps_there_are() -> None:
@@ -225,20 +242,29 @@ def test_the_trainer_tells_the_scheduler_how_many_steps_there_are() -> None:
         return run.strategy.lr_scheduler_configs[0].scheduler.total_num_steps
 
     assert run_distributed(run, 2, timeout=60) == [6, 6]
-    message = refusal_on_ranks(lambda: ZeROStrategy(config=config), Bare, max_epochs=-1)
+    endless = Run(strategy=lambda: ZeROStrategy(config=config), module=Bare, settings={"max_epochs": -1})
+    (message,) = refusals_on_ranks({"endless": endless}).values()
     assert "scheduler.params.total_num_steps='auto'" in message
 
 
 # --- optimizers ---
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"fused": True}, {"foreach": True}, {"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(1e-3)}],
-    ids=str,
-)
-def test_flags_of_adamw_train_as_in_one_process(settings: dict[str, Any]) -> None:
-    assert_same_training(lambda: Classifier(adamw(**settings)), STAGES, classes(3))
+FLAGS: list[dict[str, Any]] = [
+    {"fused": True},
+    {"foreach": True},
+    {"amsgrad": True},
+    {"maximize": True},
+    {"lr": torch.tensor(1e-3)},
+]
+
+
+def test_flags_of_adamw_train_as_in_one_process() -> None:
+    cases = {}
+    for flags in FLAGS:
+        for name, case in under(STAGES, lambda flags=flags: Classifier(adamw(**flags)), classes(3)).items():
+            cases[f"{flags} under {name}"] = case
+    assert_all_same(cases)
 
 
 def test_an_unknown_elementwise_optimizer_trains_as_in_one_process() -> None:
@@ -254,35 +280,40 @@ def muon(module: Any) -> Any:
     return torch.optim.Muon(matrices, lr=0.01)
 
 
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (muon, "Muon cannot run under ZeRO"),
-        (lambda module: torch.optim.Adafactor(module.parameters()), "Adafactor cannot run under ZeRO"),
-        (lambda module: torch.optim.LBFGS(module.parameters()), "LBFGS evaluates the loss several times"),
-        (lambda module: NeedsMatrices(module.parameters()), "NeedsMatrices is not known to be elementwise"),
-        (lambda module: Trusting(module.parameters(), lr=0.0), "Trusting cannot run under ZeRO"),
-    ],
-    ids=["Muon", "Adafactor", "LBFGS", "NeedsMatrices", "Trusting"],
-)
-def test_an_optimizer_that_slices_would_break_is_refused_before_step_1(make: Any, named: str) -> None:
-    message = refusal_on_ranks(lambda: "zero3", lambda: Classifier(make))
-    assert message.startswith(named) and "Choose an elementwise optimizer" in message
+REFUSED: dict[str, tuple[Any, str]] = {
+    "Muon": (muon, "Muon cannot run under ZeRO"),
+    "Adafactor": (lambda module: torch.optim.Adafactor(module.parameters()), "Adafactor cannot run under ZeRO"),
+    "LBFGS": (lambda module: torch.optim.LBFGS(module.parameters()), "LBFGS evaluates the loss several times"),
+    "NeedsMatrices": (
+        lambda module: NeedsMatrices(module.parameters()),
+        "NeedsMatrices is not known to be elementwise",
+    ),
+    "Trusting": (lambda module: Trusting(module.parameters(), lr=0.0), "Trusting cannot run under ZeRO"),
+}
+
+
+def test_optimizers_that_slices_would_break_are_refused_before_step_1() -> None:
+    runs = {
+        name: Run(strategy=lambda: "zero3", module=lambda make=make: Classifier(make))
+        for name, (make, _) in REFUSED.items()
+    }
+    for name, message in refusals_on_ranks(runs).items():
+        assert message.startswith(REFUSED[name][1]) and "Choose an elementwise optimizer" in message, name
 
 
 # --- no op is compiled that is not needed ---
 
 
-@pytest.mark.parametrize("name", ZERO_NAMES)
-def test_nothing_is_compiled(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
-    def run() -> tuple[int, int]:
+    def run(name: str) -> tuple[int, int, list[str]]:
         assert os.environ["TORCH_EXTENSIONS_DIR"].startswith(str(tmp_path))
         run = trainer(name)
         run.fit(Classifier(adamw()), loader(classes(2)))
         run.validate(run.lightning_module, loader(classes(1)), verbose=False)
-        return run.global_step, world()[0]
+        compiled = [str(path) for path in (tmp_path / "extensions").rglob("*") if path.is_file()]
+        return run.global_step, world()[0], compiled
 
-    assert run_distributed(run, 2, timeout=60) == [(2, 0), (2, 1)]
-    assert not [path for path in (tmp_path / "extensions").rglob("*") if path.is_file()]
+    for rank, found in enumerate(run_distributed(each, 2, ZERO_NAMES, run, timeout=60)):
+        assert found == dict.fromkeys(ZERO_NAMES, (2, rank, []))

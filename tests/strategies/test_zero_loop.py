@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shard import ZeROStrategy
-from lightning_shard.testing import RankFailed, assert_same_training
+from lightning_shard.testing import RankFailed, run_distributed
+from tests.strategies.cases import assert_all_same, each, under
 from tests.strategies.test_zero_odd_models import TwoHeads
 from tests.strategies.zero_modules import STAGES, Classifier, Trained, adamw, classes, numbers, sgd
 from tests.strategies.zero_runs import in_one_process, loader, on_each_rank, trainer, weights, world
@@ -40,10 +41,11 @@ class Keep(pl.Callback):
         self.weights = weights(trainer)
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], case: str = "") -> None:
+    assert found.keys() == expected.keys(), case
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)
+        told = lambda message, name=name: f"{case}: {name}: {message}"  # noqa: E731
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5, msg=told)
 
 
 class Slope(Trained):
@@ -67,12 +69,13 @@ def clipped(strategy: Any, **settings: Any) -> list[float]:
     return keep.weights["w"].tolist()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_clipping_by_the_trainer_or_by_the_config(stage: int) -> None:
-    by_trainer = on_each_rank(lambda name: clipped(name, gradient_clip_val=0.5), f"zero{stage}")
-    by_config = on_each_rank(lambda name: clipped(ZeROStrategy(stage, config={"gradient_clipping": 0.5})), "")
-    for result in [*by_trainer, *by_config]:
-        assert result == pytest.approx([-0.3, -0.4], abs=1e-6)
+def test_clipping_by_the_trainer_or_by_the_config() -> None:
+    def both(stage: int) -> list[list[float]]:
+        by_config = ZeROStrategy(stage, config={"gradient_clipping": 0.5})  # type: ignore[arg-type]
+        return [clipped(f"zero{stage}", gradient_clip_val=0.5), clipped(by_config)]
+
+    expected = [pytest.approx([-0.3, -0.4], abs=1e-6)] * 2
+    assert run_distributed(each, 2, (1, 2, 3), both) == [dict.fromkeys((1, 2, 3), expected)] * 2
 
 
 def test_clipping_by_both_must_agree() -> None:
@@ -92,25 +95,23 @@ def test_clipping_by_value_is_refused() -> None:
 # --- accumulation ---
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero2_offload", "zero3"])
-def test_accumulation_counts_as_the_trainer_does(name: str) -> None:
+def test_accumulation_counts_as_the_trainer_does() -> None:
     def train(name: str) -> tuple[float, int, dict[str, int]]:
         keep = Keep()
         run = trainer(name, callbacks=[keep], accumulate_grad_batches=4)
         run.fit(Slope(1), loader([torch.full((2, 1), float(x)) for x in range(1, 9)]))
         return keep.weights["w"].item(), run.global_step, keep.calls
 
-    for weight, steps, calls in on_each_rank(train, name):
-        assert weight == pytest.approx(-(2.5 + 6.5))
-        assert steps == 2
-        assert calls == {"on_before_zero_grad": 2, "on_before_optimizer_step": 2}
+    names = ["zero2", "zero2_offload", "zero3"]
+    calls = {"on_before_zero_grad": 2, "on_before_optimizer_step": 2}
+    wanted = (pytest.approx(-(2.5 + 6.5)), 2, calls)
+    assert run_distributed(each, 2, names, train) == [dict.fromkeys(names, wanted)] * 2
 
 
 def test_accumulation_with_a_short_last_window() -> None:
     settings = {"accumulate_grad_batches": 3, "max_epochs": 2}
-    assert_same_training(
-        lambda: Classifier(adamw()), ["zero1", "zero2_offload", "zero3"], classes(5), trainer_kwargs=settings
-    )
+    names = ["zero1", "zero2_offload", "zero3"]
+    assert_all_same(under(names, lambda: Classifier(adamw()), classes(5), **settings))
 
 
 # --- ranks that differ ---
@@ -165,18 +166,19 @@ class Dropping(Trained):
         return loss
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_activation_checkpointing_draws_the_same_dropout(name: str) -> None:
+def test_activation_checkpointing_draws_the_same_dropout() -> None:
     def train(name: str) -> tuple[float, float]:
         pl.seed_everything(world()[0], verbose=False)
         keep, module = Keep(), Dropping()
         trainer(name, callbacks=[keep]).fit(module, loader([torch.ones(2, 1000)]))
         return module.losses[0], keep.weights["w"].item()
 
-    results = on_each_rank(train, name)
-    gradient = sum(loss for loss, _ in results) / 2
-    assert results[0][0] != results[1][0]
-    assert all(weight == pytest.approx(1 - gradient, abs=1e-6) for _, weight in results)
+    ranks = run_distributed(each, 2, STAGES, train)
+    for name in STAGES:
+        results = [rank[name] for rank in ranks]
+        gradient = sum(loss for loss, _ in results) / 2
+        assert results[0][0] != results[1][0], name
+        assert all(weight == pytest.approx(1 - gradient, abs=1e-6) for _, weight in results), name
 
 
 class ReturnsDict(Classifier):
@@ -191,11 +193,11 @@ class Compiled(Classifier):
 
 
 def test_dict_results() -> None:
-    assert_same_training(ReturnsDict, STAGES, classes(3))
+    assert_all_same(under(STAGES, ReturnsDict, classes(3)))
 
 
 def test_compiled_submodules() -> None:
-    assert_same_training(Compiled, ["zero1", "zero2"], classes(3))
+    assert_all_same(under(["zero1", "zero2"], Compiled, classes(3)))
     with pytest.raises(RankFailed, match=r"'net\.2' comes from torch\.compile.*stage 3"):
         on_each_rank(lambda name: trainer(name).fit(Compiled(), loader(classes(2))), "zero3")
 
@@ -211,8 +213,7 @@ def test_none_is_refused(ranks: int) -> None:
         on_each_rank(lambda name: trainer(name).fit(ReturnsNone(), loader(classes(2))), "zero2", ranks)
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3", "zero2_offload"])
-def test_a_gradient_that_is_not_finite_is_skipped_and_told(name: str) -> None:
+def test_a_gradient_that_is_not_finite_is_skipped_and_told() -> None:
     class NotFinite(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.loss(batch) * (float("nan") if batch_idx == 1 else 1.0)
@@ -227,11 +228,11 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_told(name: str) -> None:
         return keep.weights, [str(entry.message) for entry in caught]
 
     expected, _ = in_one_process(lambda name: train(name, skip=True))
-    for rank, (found, messages) in enumerate(on_each_rank(train, name)):
-        assert_equal(found, expected)
-        assert sum("at global step 1: the engine left this optimizer step out" in text for text in messages) == (
-            rank == 0
-        )
+    for rank, outcomes in enumerate(run_distributed(each, 2, ["zero1", "zero3", "zero2_offload"], train)):
+        for name, (found, messages) in outcomes.items():
+            assert_equal(found, expected, name)
+            told = sum("at global step 1: the engine left this optimizer step out" in text for text in messages)
+            assert told == (rank == 0), name
 
 
 @dataclass
@@ -311,15 +312,11 @@ def test_loaders(kind: str) -> None:
         return keep.weights
 
     expected = in_one_process(train)
-    for name in STAGES:
-        for found in on_each_rank(train, name):
-            assert_equal(found, expected)
+    for found in run_distributed(each, 2, STAGES, train):
+        for name, kept in found.items():
+            assert_equal(kept, expected, name)
 
 
 def test_one_process() -> None:
-    assert_same_training(
-        lambda: Classifier(adamw()),
-        ["zero1", "zero2_offload", "zero3", "zero3_offload_params"],
-        classes(3),
-        world_size=1,
-    )
+    names = ["zero1", "zero2_offload", "zero3", "zero3_offload_params"]
+    assert_all_same(under(names, lambda: Classifier(adamw()), classes(3)), ranks=1)

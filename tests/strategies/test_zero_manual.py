@@ -1,14 +1,17 @@
 """Manual optimization: one optimizer trains as in one process; several are refused before the first step."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_shard.testing import RankFailed, assert_same_training
+from lightning_shard.testing import run_distributed
+from tests.strategies.cases import assert_all_same, each, under
 from tests.strategies.zero_modules import Trained, numbers, sgd
-from tests.strategies.zero_runs import loader, on_each_rank, trainer
+from tests.strategies.zero_runs import loader, trainer
 
 pytestmark = pytest.mark.ranks
 
@@ -102,14 +105,15 @@ class ByClosure(Manual):
         return losses[-1].detach()
 
 
-@pytest.mark.parametrize("model", [TwoBackwards, Discarded, DiscardedByModule])
-def test_several_backwards(model: type[Manual]) -> None:
-    assert_same_training(model, ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload_params"], numbers())
-
-
-@pytest.mark.parametrize("model", [EverySecondStep, Toggled, ByClosure])
-def test_other_loops(model: type[Manual]) -> None:
-    assert_same_training(model, ["zero1", "zero2", "zero3", "zero3_offload"], numbers())
+def test_loops_of_the_modules_own() -> None:
+    """Several backwards in a step, none in some, toggled parameters, closures."""
+    cases = {}
+    for model in (TwoBackwards, Discarded, DiscardedByModule):
+        names = ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload_params"]
+        cases |= under(names, model, numbers())
+    for model in (EverySecondStep, Toggled, ByClosure):
+        cases |= under(["zero1", "zero2", "zero3", "zero3_offload"], model, numbers())
+    assert_all_same(cases)
 
 
 class Adversarial(Trained):
@@ -128,10 +132,12 @@ class Adversarial(Trained):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.generator, self.critic)]
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2_offload", "zero3"])
-def test_several_optimizers_are_refused_before_the_first_step(name: str) -> None:
-    def train(name: str) -> None:
-        trainer(name).fit(Adversarial(), loader(numbers(width=1)))
+def test_several_optimizers_are_refused_before_the_first_step() -> None:
+    def refusal(name: str) -> str:
+        with pytest.raises(MisconfigurationException) as refused:
+            trainer(name).fit(Adversarial(), loader(numbers(width=1)))
+        return str(refused.value)
 
-    with pytest.raises(RankFailed, match=r"2 optimizers .*one optimizer.*fsdp2"):
-        on_each_rank(train, name)
+    for found in run_distributed(each, 2, ["zero1", "zero2_offload", "zero3"], refusal):
+        for name, message in found.items():
+            assert re.search(r"2 optimizers .*one optimizer.*fsdp2", message), (name, message)

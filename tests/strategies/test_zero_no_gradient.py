@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.testing import run_distributed
+from tests.strategies.cases import each
 from tests.strategies.zero_modules import Trained, numbers, sgd
-from tests.strategies.zero_runs import in_one_process, loader, on_each_rank, trainer, weights
+from tests.strategies.zero_runs import loader, trainer, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -45,19 +47,16 @@ def train(strategy: str, zero_gradient: bool) -> dict[str, Any]:
     return keep.weights
 
 
-@pytest.fixture(scope="module")
-def references() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights of one process where the idle parameters have gradients of zero, and where they have none."""
-    with_zeros = in_one_process(lambda strategy: train(strategy, zero_gradient=True))
-    return with_zeros, in_one_process(lambda strategy: train(strategy, zero_gradient=False))
+NAMES = ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"])
-def test_no_gradient_is_a_gradient_of_zero(name: str, references: tuple[dict[str, Tensor], ...]) -> None:
-    zeros, skipped = references
+def test_no_gradient_is_a_gradient_of_zero() -> None:
+    """One process has a gradient of zero for the idle parameters, or none, as it is told."""
+    ((zeros, skipped),) = run_distributed(lambda: [train("auto", zero_gradient=given) for given in (True, False)], 1)
     assert torch.equal(skipped["never"], torch.ones(5))
-    for rank in on_each_rank(lambda strategy: train(strategy, zero_gradient=False), name):
-        for key, value in zeros.items():
-            torch.testing.assert_close(rank[key], value)
-        assert (rank["never"] < 0.97).all()  # weight decay
-        assert (rank["once"] - skipped["once"]).abs().max() > 0.01  # momentum
+    for rank in run_distributed(each, 2, NAMES, lambda strategy: train(strategy, zero_gradient=False)):
+        for name, found in rank.items():
+            for key, value in zeros.items():
+                torch.testing.assert_close(found[key], value, msg=lambda message, name=name: f"{name}: {message}")
+            assert (found["never"] < 0.97).all(), name  # weight decay
+            assert (found["once"] - skipped["once"]).abs().max() > 0.01, name  # momentum

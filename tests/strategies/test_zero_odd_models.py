@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from lightning_shard.testing import assert_same_training
+from tests.strategies.cases import assert_all_same, under
 from tests.strategies.zero_modules import STAGES, ZERO_NAMES, Classifier, Trained, adamw, classes, numbers, sgd
 
 pytestmark = pytest.mark.ranks
@@ -27,7 +27,7 @@ class TwoHeads(Trained):
 
 
 def test_alternating_heads() -> None:
-    assert_same_training(TwoHeads, ZERO_NAMES, numbers(6))
+    assert_all_same(under(ZERO_NAMES, TwoHeads, numbers(6)))
 
 
 class Tied(Trained):
@@ -170,16 +170,17 @@ class Buffers(Trained):
 ODD = [Tied, Frozen, WeightNorm, SpectralNorm, UsedTwice, OtherMethods, Lists, NotContiguous, Unused, Buffers]
 
 
-@pytest.mark.parametrize("model", ODD, ids=lambda model: model.__name__)
-def test_odd_model(model: type[Trained]) -> None:
-    assert_same_training(model, STAGES, numbers())
+OFFLOADED = [Tied, Frozen, Unused]
 
 
-def test_tied_and_frozen_under_offload() -> None:
-    for model in (Tied, Frozen, Unused):
-        assert_same_training(
-            model, ["zero1_offload", "zero2_offload", "zero3_offload", "zero3_offload_params"], numbers()
-        )
+def test_odd_models() -> None:
+    cases = {}
+    for model in ODD:
+        cases |= under(STAGES, model, numbers())
+    for model in OFFLOADED:
+        names = ["zero1_offload", "zero2_offload", "zero3_offload", "zero3_offload_params"]
+        cases |= under(names, model, numbers())
+    assert_all_same(cases)
 
 
 def two_groups(module: Any) -> torch.optim.Optimizer:
@@ -197,9 +198,10 @@ def adagrad_groups(module: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1)
 
 
-@pytest.mark.parametrize("groups", [two_groups, adagrad_groups])
-def test_parameter_groups(groups: Any) -> None:
-    assert_same_training(lambda: Classifier(groups), ["zero1", "zero2_offload", "zero3", "zero3_offload"], classes())
+def test_parameter_groups() -> None:
+    names = ["zero1", "zero2_offload", "zero3", "zero3_offload"]
+    for groups in (two_groups, adagrad_groups):
+        assert_all_same(under(names, lambda made=groups: Classifier(made), classes()))
 
 
 class OneGroupFrozen(Classifier):
@@ -212,7 +214,7 @@ class OneGroupFrozen(Classifier):
 
 
 def test_a_whole_group_frozen() -> None:
-    assert_same_training(OneGroupFrozen, STAGES, classes())
+    assert_all_same(under(STAGES, OneGroupFrozen, classes()))
 
 
 class OwnSeed(Classifier):
@@ -229,7 +231,7 @@ class OwnSeed(Classifier):
 
 
 def test_ranks_start_from_the_weights_of_rank_0() -> None:
-    assert_same_training(OwnSeed, STAGES, classes())
+    assert_all_same(under(STAGES, OwnSeed, classes()))
 
 
 class DeferredClassifier(Trained):
@@ -250,7 +252,7 @@ class DeferredClassifier(Trained):
 
 
 def test_configure_model() -> None:
-    assert_same_training(DeferredClassifier, ["zero1", "zero2_offload", "zero3", "zero3_offload_params"], classes())
+    assert_all_same(under(["zero1", "zero2_offload", "zero3", "zero3_offload_params"], DeferredClassifier, classes()))
 
 
 class HeadByRow(TwoHeads):
@@ -264,4 +266,4 @@ class HeadByRow(TwoHeads):
 
 def test_alternating_heads_while_accumulating() -> None:
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
-    assert_same_training(HeadByRow, ZERO_NAMES, numbers(8), trainer_kwargs=settings)
+    assert_all_same(under(ZERO_NAMES, HeadByRow, numbers(8), **settings))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import _compat
-from lightning_shard.testing import RankFailed, assert_same_training
+from lightning_shard.testing import RankFailed, run_distributed
+from tests.strategies.cases import assert_all_same, each, under
 from tests.strategies.zero_modules import Classifier, adamw, classes, sgd
 from tests.strategies.zero_runs import loader, on_each_rank, trainer
 
@@ -72,12 +73,12 @@ def documented() -> dict[str, dict[str, str]]:
     return {row[0].strip("`"): dict(zip(COLUMNS, row[1:], strict=True)) for row in body}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_the_documented_dtypes_are_the_measured_ones(precision: str) -> None:
-    expected = documented()[precision]
-    for name in ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload_params"):
-        for found in on_each_rank(lambda name: measure(name, precision), name):
-            assert found == expected, name
+def test_the_documented_dtypes_are_the_measured_ones() -> None:
+    names = ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload_params"]
+    cases = [(name, precision) for precision in documented() for name in names]
+    for found in run_distributed(each, 2, cases, lambda case: measure(*case)):
+        for name, precision in cases:
+            assert found[name, precision] == documented()[precision], (name, precision)
 
 
 def test_the_table_has_no_other_rows() -> None:
@@ -95,11 +96,9 @@ class Fp32Loss(Classifier):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bf16_follows_one_process(precision: str) -> None:
     names = ["zero1", "zero2", "zero3", "zero3_offload"]
-    report = assert_same_training(
-        lambda: Fp32Loss(sgd(0.01)), names, classes(), precision=precision, atol=1e-3, rtol=1e-3
-    )
-    for figures in report.strategies.values():
-        assert figures.loss_difference < 1e-3
+    cases = under(names, lambda: Fp32Loss(sgd(0.01)), classes(), precision=precision)
+    for key, comparison in assert_all_same(cases, atol=1e-3, rtol=1e-3).items():
+        assert comparison.loss < 1e-3, key
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3"])

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
+OUTPUT = "output.txt"
 
 MODULE = """
 import sys
@@ -74,29 +77,45 @@ if __name__ == "__main__":
 """
 
 
-def start(folder: Path, body: str, *arguments: str) -> "subprocess.Popen[str]":
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A script that runs, or has run."""
+
+    folder: Path
+    process: "subprocess.Popen[str]"
+
+    def finish(self, limit: float) -> str:
+        """All that its processes have written."""
+        try:
+            self.process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"not finished after {limit:g} s:\n{(self.folder / OUTPUT).read_text()}")
+        return (self.folder / OUTPUT).read_text()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def start(folder: Path, body: str, *arguments: str) -> Script:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "script.py").write_text(MODULE + body)
     mine = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC", "DS_ACCELERATOR")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(mine)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "script.py", *arguments],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # its processes are one group, which can be asked for and ended
-    )
-
-
-def finish(process: "subprocess.Popen[str]", limit: float) -> str:
-    try:
-        return process.communicate(timeout=limit)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"not finished after {limit:g} s:\n{process.communicate()[0]}")
+    with (folder / OUTPUT).open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "script.py", *arguments],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # its processes are one group, which can be asked for and ended
+        )
+    return Script(folder=folder, process=process)
 
 
 def group_ended(process: "subprocess.Popen[str]", limit: float) -> bool:
@@ -111,23 +130,39 @@ def group_ended(process: "subprocess.Popen[str]", limit: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("name", "rank", "saves"), [("zero2", 1, "not"), ("zero3", 0, "saves")])
-def test_one_rank_fails(tmp_path: Path, name: str, rank: int, saves: str) -> None:
-    process = start(tmp_path / "a folder", FAILS, name, str(rank), saves)
-    # Most of the limit is the start of Python on two ranks.
-    output = finish(process, limit=60.0)
-    assert process.returncode != 0
+FAILURES = {"zero2": (1, "not"), "zero3": (0, "saves")}
+"""Under which strategy which rank fails, and whether a callback would save then."""
+
+COPIES = ("copy 0", "copy 1")
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Script]]:
+    """All scripts at once, each in a folder of its name: none must disturb another, and it takes half as long."""
+    folder = tmp_path_factory.mktemp("a folder") / "of scripts"
+    started = {copy: start(folder / copy, TWO_RUNS) for copy in COPIES}
+    for name, (rank, saves) in FAILURES.items():
+        started[name] = start(folder / f"{name} fails", FAILS, name, str(rank), saves)
+    yield started
+    for script in started.values():
+        script.kill()
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_one_rank_fails(name: str, scripts: dict[str, Script]) -> None:
+    # Most of the limit is the start of Python on two ranks, beside those of the other scripts.
+    output = scripts[name].finish(limit=90.0)
+    assert scripts[name].process.returncode != 0
     assert "ValueError: boom" in output
-    assert f"(raised on rank {rank} of 2)" in output
-    assert group_ended(process, limit=10.0), output
-    assert not list((tmp_path / "a folder").glob("saved*")), "a checkpoint of one rank alone"
+    assert f"(raised on rank {FAILURES[name][0]} of 2)" in output
+    assert group_ended(scripts[name].process, limit=10.0), output
+    assert not list(scripts[name].folder.glob("saved*")), "a checkpoint of one rank alone"
 
 
-def test_two_strategies_in_a_script_and_two_scripts_at_once(tmp_path: Path) -> None:
-    folders = [tmp_path / f"copy {number}" for number in range(2)]
-    processes = [start(folder, TWO_RUNS) for folder in folders]
-    for folder, process in zip(folders, processes, strict=True):
-        output = finish(process, limit=120.0)
-        assert process.returncode == 0, output
-        assert {path.name for path in folder.glob("done*")} == {"done on rank 0", "done on rank 1"}, output
-        assert group_ended(process, limit=10.0)
+@pytest.mark.parametrize("copy", COPIES)
+def test_two_strategies_in_a_script_and_two_scripts_at_once(copy: str, scripts: dict[str, Script]) -> None:
+    output = scripts[copy].finish(limit=120.0)
+    assert scripts[copy].process.returncode == 0, output
+    done = {path.name for path in scripts[copy].folder.glob("done*")}
+    assert done == {"done on rank 0", "done on rank 1"}, output
+    assert group_ended(scripts[copy].process, limit=10.0)

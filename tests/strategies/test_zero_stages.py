@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.testing import RankFailed
+from lightning_shard.testing import RankFailed, run_distributed
+from tests.strategies.cases import each
 from tests.strategies.zero_modules import Classifier, adamw, classes
 from tests.strategies.zero_runs import in_one_process, loader, on_each_rank, trainer, world
 
@@ -28,13 +29,13 @@ class Watched(Classifier):
         self.calls += 1
 
 
-def mean_over_ranks(rows: list[Tensor]) -> Tensor:
-    """Every rank's rows of each batch, put together again."""
-    return torch.cat([torch.cat(parts) for parts in zip(*rows, strict=True)])
+def assert_same_rows(by_rank: list[list[Tensor]], predicted: list[Tensor], name: str) -> None:
+    """Every rank's rows of each batch, put together again, are those of one process."""
+    together = torch.cat([torch.cat(parts) for parts in zip(*by_rank, strict=True)])
+    torch.testing.assert_close(together, torch.cat(predicted), msg=lambda message: f"{name}: {message}")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_all_stages_on_one_trainer_and_a_second_fit(name: str) -> None:
+def test_all_stages_on_one_trainer_and_a_second_fit() -> None:
     def run(name: str) -> tuple[list[float], list[Tensor], list[int]]:
         pl.seed_everything(0, verbose=False)
         module, batches = Watched(), loader(classes(3))
@@ -57,15 +58,15 @@ def test_all_stages_on_one_trainer_and_a_second_fit(name: str) -> None:
 
     values, predicted, calls = in_one_process(run)
     assert calls == [6, 15, 24]
-    ranks = on_each_rank(run, name)
-    for found, _, counted in ranks:
-        assert found == pytest.approx(values, abs=1e-6, rel=1e-5)
-        assert counted == calls
-    torch.testing.assert_close(mean_over_ranks([rows for _, rows, _ in ranks]), torch.cat(predicted))
+    ranks = run_distributed(each, 2, NAMES, run)
+    for name in NAMES:
+        for found, _, counted in (rank[name] for rank in ranks):
+            assert found == pytest.approx(values, abs=1e-6, rel=1e-5), name
+            assert counted == calls, name
+        assert_same_rows([rank[name][1] for rank in ranks], predicted, name)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_stage_without_a_fit(name: str) -> None:
+def test_each_stage_without_a_fit() -> None:
     def run(name: str) -> tuple[list[float], list[Tensor]]:
         def module() -> Classifier:
             pl.seed_everything(0, verbose=False)
@@ -79,10 +80,11 @@ def test_each_stage_without_a_fit(name: str) -> None:
         return values, trainer(name).predict(module(), batches)
 
     values, predicted = in_one_process(run)
-    ranks = on_each_rank(run, name)
-    for found, _ in ranks:
-        assert found == pytest.approx(values, abs=1e-6, rel=1e-5)
-    torch.testing.assert_close(mean_over_ranks([rows for _, rows in ranks]), torch.cat(predicted))
+    ranks = run_distributed(each, 2, NAMES, run)
+    for name in NAMES:
+        for rank in ranks:
+            assert rank[name][0] == pytest.approx(values, abs=1e-6, rel=1e-5), name
+        assert_same_rows([rank[name][1] for rank in ranks], predicted, name)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2_offload"])

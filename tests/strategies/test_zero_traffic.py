@@ -20,6 +20,7 @@ from lightning_shard import Offload, ZeROStrategy
 from lightning_shard.telemetry import model_state_bytes
 from lightning_shard.telemetry.traffic import Traffic, count_traffic
 from lightning_shard.testing import run_distributed
+from tests.strategies.cases import each
 from tests.strategies.zero_runs import loader, trainer
 
 pytestmark = pytest.mark.ranks
@@ -82,11 +83,15 @@ def train(strategy: dict[str, Any], settings: dict[str, Any]) -> tuple[list[dict
     return payload, watch.whole
 
 
-def run(ranks: int, strategy: dict[str, Any], **settings: Any) -> tuple[list[dict[str, int]], int]:
-    """The same on every rank."""
-    first, *others = run_distributed(train, ranks, strategy, settings)
+def run_all(ranks: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[tuple[list[dict[str, int]], int]]:
+    """Of each case, a strategy's arguments and the Trainer's; the same on every rank."""
+    first, *others = run_distributed(each, ranks, range(len(cases)), lambda index: train(*cases[index]))
     assert all(other == first for other in others)
-    return first
+    return list(first.values())
+
+
+def run(ranks: int, strategy: dict[str, Any], **settings: Any) -> tuple[list[dict[str, int]], int]:
+    return run_all(ranks, [(strategy, settings)])[0]
 
 
 def gathered(ranks: int, numels: list[int] = NUMELS) -> int:
@@ -99,21 +104,21 @@ def test_the_numbers_above() -> None:
     assert [gathered(ranks) - PARAMETERS for ranks in (1, 2, 4)] == [0, 11, 23]
 
 
-@pytest.mark.parametrize("offload", [None, Offload(optimizer="cpu")], ids=["device", "offload"])
-@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_stages_1_and_2_move_twice_the_parameters(ranks: int, stage: int, offload: Offload | None) -> None:
-    batches, _ = run(ranks, {"stage": stage, "offload": offload})
-    assert batches == [{"reduce": PARAMETERS, "all_gather": FLAT}] * 3
+def test_stages_1_and_2_move_twice_the_parameters(ranks: int) -> None:
+    cases = [{"stage": stage, "offload": offload} for stage in (1, 2) for offload in (None, Offload(optimizer="cpu"))]
+    for case, (batches, _) in zip(cases, run_all(ranks, [(case, {}) for case in cases]), strict=True):
+        assert batches == [{"reduce": PARAMETERS, "all_gather": FLAT}] * 3, case
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_small_buckets_and_bf16_move_the_same(stage: int) -> None:
+def test_small_buckets_and_bf16_move_the_same() -> None:
     """500 elements: less than three of the parameters have."""
-    batches, _ = run(2, {"stage": stage, "bucket_elements": 500}, gradient_clip_val=0.1)
-    assert batches == [{"reduce": PARAMETERS, "all_gather": FLAT}] * 3
-    batches, _ = run(2, {"stage": stage}, precision="bf16-mixed")
-    assert batches == [{"reduce": PARAMETERS, "all_gather": FLAT}] * 3
+    cases: list[Any] = []
+    for stage in (1, 2):
+        cases.append(({"stage": stage, "bucket_elements": 500}, {"gradient_clip_val": 0.1}))
+        cases.append(({"stage": stage}, {"precision": "bf16-mixed"}))
+    for case, (batches, _) in zip(cases, run_all(2, cases), strict=True):
+        assert batches == [{"reduce": PARAMETERS, "all_gather": FLAT}] * 3, case
 
 
 @pytest.mark.parametrize("offload", [None, Offload(optimizer="cpu")], ids=["device", "offload"])
@@ -138,14 +143,14 @@ def test_accumulation(offload: Offload | None) -> None:
 def test_both_ends_of_stage_3(ranks: int) -> None:
     """Gathered for forward and again for backward: 3Ψ. Kept in between: 2Ψ, and all parameters are whole at once."""
     least = {"stage": 3, "reshard_after_forward": True, "prefetch_elements": 0, "persistence_elements": 0}
-    batches, whole = run(ranks, least)
+    kept = {"stage": 3, "reshard_after_forward": False, "persistence_elements": 0}
+    (batches, whole), (kept_batches, kept_whole) = run_all(ranks, [(least, {}), (kept, {})])
     once = gathered(ranks)
     assert batches[-1] == {"all_gather": 2 * once, "reduce_scatter": once}
     assert whole == max(a * b + b for a, b in SIZES)  # the layer at work
 
-    batches, whole = run(ranks, {"stage": 3, "reshard_after_forward": False, "persistence_elements": 0})
-    assert batches[-1] == {"all_gather": once, "reduce_scatter": once}
-    assert whole == PARAMETERS
+    assert kept_batches[-1] == {"all_gather": once, "reduce_scatter": once}
+    assert kept_whole == PARAMETERS
 
 
 def test_persistent_parameters_are_gathered_once_after_the_step() -> None:
@@ -173,8 +178,9 @@ def test_by_default_stage_3_gathers_again_all_but_the_end_of_the_model() -> None
 
 
 def test_offload_at_stage_3_moves_the_same() -> None:
-    for offload in (Offload(optimizer="cpu"), Offload(optimizer="cpu", parameters="cpu")):
-        batches, _ = run(2, {"stage": 3, "offload": offload, "prefetch_elements": 0, "persistence_elements": 0})
+    offloads = (Offload(optimizer="cpu"), Offload(optimizer="cpu", parameters="cpu"))
+    least = {"stage": 3, "prefetch_elements": 0, "persistence_elements": 0}
+    for batches, _ in run_all(2, [({**least, "offload": offload}, {}) for offload in offloads]):
         assert batches[-1] == {"all_gather": 2 * gathered(2), "reduce_scatter": gathered(2)}
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shard.testing import assert_same_training
+from tests.strategies.cases import assert_all_same, under
 from tests.strategies.zero_modules import STAGES, ZERO_NAMES, Classifier, Upcast, adamw, classes, sgd
 
 pytestmark = pytest.mark.ranks
@@ -13,27 +13,25 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.parametrize("optimizer", [adamw(), sgd(momentum=0.9)], ids=["adamw", "sgd"])
 def test_five_steps_on_two_ranks(optimizer: Any) -> None:
-    assert_same_training(lambda: Classifier(optimizer), ZERO_NAMES, classes(5))
+    assert_all_same(under(ZERO_NAMES, lambda: Classifier(optimizer), classes(5)))
 
 
 def test_five_steps_on_four_ranks() -> None:
     names = [*STAGES, "zero3_offload_params"]
-    assert_same_training(lambda: Classifier(sgd(momentum=0.9)), names, classes(5), world_size=4)
+    assert_all_same(under(names, lambda: Classifier(sgd(momentum=0.9)), classes(5)), ranks=4)
 
 
 def test_bf16_stays_near_bf16_in_one_process() -> None:
-    report = assert_same_training(
-        lambda: Upcast(sgd(0.05)), ZERO_NAMES, classes(5), precision="bf16-mixed", atol=2e-2, rtol=2e-2
-    )
-    for name in ZERO_NAMES:
-        assert report.strategies[name].loss_difference <= 1e-3, name
-        assert report.strategies[name].weight_difference <= 1e-3, name
+    cases = under(ZERO_NAMES, lambda: Upcast(sgd(0.05)), classes(5), precision="bf16-mixed")
+    for key, comparison in assert_all_same(cases, atol=2e-2, rtol=2e-2).items():
+        assert comparison.loss <= 1e-3, key
+        assert comparison.weight <= 1e-3, key
 
 
 def test_accumulation_and_clipping() -> None:
     """Five batches in windows of two: the last window is short, and the Trainer steps at the epoch's end anyway."""
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
-    assert_same_training(lambda: Classifier(sgd()), ZERO_NAMES, classes(5), trainer_kwargs=settings)
+    assert_all_same(under(ZERO_NAMES, lambda: Classifier(sgd()), classes(5), **settings))
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -49,9 +47,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_elementwise_optimizers(optimizer: str) -> None:
-    def make() -> Classifier:
-        return Classifier(lambda module: getattr(torch.optim, optimizer)(module.parameters(), **OPTIMIZERS[optimizer]))
+def test_elementwise_optimizers() -> None:
+    cases = {}
+    for name, settings in OPTIMIZERS.items():
+        kind = getattr(torch.optim, name)
 
-    assert_same_training(make, ["zero1", "zero3_offload"], classes(4))
+        def make(kind: Any = kind, settings: dict[str, Any] = settings) -> Classifier:
+            return Classifier(lambda module: kind(module.parameters(), **settings))
+
+        for key, case in under(["zero1", "zero3_offload"], make, classes(4)).items():
+            cases[f"{name} under {key}"] = case
+    assert_all_same(cases)

@@ -1,5 +1,6 @@
 """Trainers for tests that look at more than losses and weights: quiet, and each rank on its own rows."""
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +18,18 @@ def world() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def forget_engines() -> None:
+    """Finalize the engines of earlier runs now.
+
+    They import modules then. In the midst of another import, where a later garbage collection may come, Python 3.11
+    fails with a KeyError of its import lock.
+    """
+    gc.collect()
+
+
 def trainer(strategy: Any, **settings: Any) -> pl.Trainer:
     """A Trainer over all ranks that writes nothing."""
+    forget_engines()
     quiet = {
         "logger": False,
         "enable_checkpointing": False,

@@ -1,14 +1,19 @@
 """What a step leaves in attributes of the LightningModule: the last stage has seen it all, the others copy it."""
 
+import itertools
 import pickle
 from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_shard.pipeline.microbatch import join_outputs
 from lightning_shard.pipeline.structure import map_leaves
 
 _LIGHTNING = frozenset(vars(pl.LightningModule())) | {"log"}
@@ -27,11 +32,40 @@ class Effects:
         self._module = module
         self._device = device
         self._before: dict[str, Any] = {}
+        self._lengths: list[dict[str, int]] = []
+        self._order: list[int] = []
         self._warned: set[str] = set()
 
     def begin(self) -> None:
         """A step is about to run."""
         self._before = {name: _shallow(value) for name, value in self._attributes()}
+        self._lengths = []
+        self._order = []
+
+    def after_microbatch(self, number: int) -> None:
+        """The step has run on a microbatch, to its end."""
+        self._order.append(number)
+        self._lengths.append({name: len(value) for name, value in self._attributes() if isinstance(value, list)})
+
+    def join_lists(self, rows: Sequence[int]) -> None:
+        """Let lists to which the step appends have one item a batch, as one process would.
+
+        Args:
+            rows: Rows of each microbatch.
+
+        """
+        for name, value in list(self._attributes()):
+            before = self._before.get(name)
+            if not isinstance(value, list) or not isinstance(before, list) or len(self._lengths) < 2:
+                continue
+            ends = [len(before), *(lengths.get(name, -1) for lengths in self._lengths)]
+            counts = {end - start for start, end in itertools.pairwise(ends)}
+            if len(counts) > 1 or not (count := counts.pop()) > 0 or not _grew(before, value, from_empty=True):
+                continue
+            parts = [value[start:end] for start, end in itertools.pairwise(ends)]
+            ordered = [parts[self._order.index(number)] for number in range(len(parts))]
+            with suppress(MisconfigurationException):  # items that are no parts of a whole stay as they are
+                value[len(before) :] = [join_outputs([part[i] for part in ordered], rows) for i in range(count)]
 
     def changed(self) -> dict[str, tuple[int, Any]]:
         """What the step changed: for each attribute how many first items of a list are as before, and the rest."""
@@ -100,11 +134,11 @@ def _same(before: Any, value: Any) -> bool:
     return before is value
 
 
-def _grew(before: Any, value: Any) -> bool:
+def _grew(before: Any, value: Any, from_empty: bool = False) -> bool:
     return (
         isinstance(before, list)
         and isinstance(value, list)
-        and 0 < len(before) <= len(value)
+        and (0 if from_empty else 1) <= len(before) <= len(value)
         and all(one is other for one, other in zip(before, value, strict=False))
     )
 

@@ -198,6 +198,7 @@ class Pipeline:
         if self.setting.has_last_stage:
             order = range(len(current.microbatches))
             rows = [microbatch.rows for microbatch in current.microbatches]
+            self._effects.join_lists(rows)
             outputs = None
             if len(current.outputs) == len(rows) and all(current.outputs[number] is not None for number in order):
                 outputs = join_outputs([current.outputs[number] for number in order], rows)
@@ -246,6 +247,7 @@ class Pipeline:
             else:
                 found = self._run(self._batch, plan, chunk, received)
             if plan.is_last:
+                self._effects.after_microbatch(chunk)
                 found = self._last(self._batch, chunk, found)
             if not trains or not found:
                 return tuple(found)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # The base class of modes that see every operator is public in its documentation only.
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,12 +11,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # `FlopCounterMode` is public, but sums up by module; the counts by operator are this table.
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["OperatorWatch", "storage_identity", "version"]
+__all__ = ["OperatorWatch", "has_backward_hooks", "storage_identity", "version"]
 
 
 def storage_identity(tensor: Tensor) -> int:
     """A number that tensors share exactly if they share memory, also where the memory is fake and has no address."""
-    return int(tensor.untyped_storage()._cdata)
+    # Modes that see functions must not see this one.
+    with torch._C.DisableTorchFunction():
+        return int(tensor.untyped_storage()._cdata)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks for its backward; there is no public list of them."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def version(tensor: Tensor) -> int:

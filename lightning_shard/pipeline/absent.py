@@ -89,6 +89,8 @@ class AbsentTensor(Tensor):
         if name == "_local_scalar_dense":
             raise AbsentError(_message("a Python number or a branch needs its value", absent))
         first = args[0] if args else None
+        if name == "equal" and all(isinstance(value, nn.Parameter) for value in args[:2]):
+            return args[0] is args[1]  # finetuning callbacks ask so whether an optimizer has a parameter already
         if name in _SHAPE_ONLY and isinstance(first, AbsentTensor) and not isinstance(first, nn.Parameter):
             return _made_here(func, first, args, kwargs)
         _refuse_writes(func, args, kwargs, absent)
@@ -113,9 +115,14 @@ def absent_like(tensor: Tensor, device: torch.device, origin: str) -> AbsentTens
     return AbsentTensor(like, device, origin)
 
 
-def absent_of(shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: str) -> AbsentTensor:
+def absent_of(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: str, requires_grad: bool = False
+) -> AbsentTensor:
     """A stand-in for a contiguous tensor."""
-    return AbsentTensor(torch.empty(tuple(shape), dtype=dtype, device="meta"), device, origin)
+    made = AbsentTensor(torch.empty(tuple(shape), dtype=dtype, device="meta"), device, origin)
+    if requires_grad and torch.is_grad_enabled():
+        made.requires_grad_()
+    return made
 
 
 def absent_parameter(parameter: Tensor, device: torch.device, name: str) -> nn.Parameter:

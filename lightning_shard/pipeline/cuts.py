@@ -124,7 +124,20 @@ class CutFinder:
             and not operation.inputs[0].depends
             and (operation.parameters or any(value.depends for value in operation.inputs[1:]))
         ]
-        self._grad_time = max((o.time for o in trace.operations if o.name == "grad"), default=-1)
+        self._grads = [operation for operation in trace.operations if operation.name == "grad"]
+        self._by_values = [
+            operation
+            for operation in trace.operations
+            if any(value.depends for value in operation.inputs)
+            and any(value.variable and value.operation is operation for value in operation.results)
+            and not any(value.variable for value in operation.inputs)
+        ]
+        self._returned: dict[int, list[Call]] = {}
+        for call in trace.calls:
+            for value in call.outputs:
+                made_inside = value.call is not None and any(each is call for each in value.call.around())
+                if not made_inside and not value.depends and value not in call.arguments:
+                    self._returned.setdefault(value.index, []).append(call)
         self._regions: dict[int, int] = {}
         for operation in trace.operations:
             if operation.region:
@@ -185,6 +198,7 @@ class CutFinder:
         if not need.relays:
             return None
         self._check_place(call, need.relays.values())
+        stale_versions(need.relays.values(), self._trace)
         ordered = tuple(sorted(need.relays.values(), key=lambda relay: relay.value.index))
         return Cut(time=time, call=call, keys=(call.key,), relays=ordered, parameters=need.parameters)
 
@@ -205,6 +219,10 @@ class CutFinder:
         if covering is not None and value.born > covering.start:
             return _Need.of(_relay(value, covering))
         if not value.depends:
+            # A call that is left out cannot return what it was not given, such as a buffer.
+            for call in self._returned.get(value.index, ()):
+                if self.cover(call, time) is call:
+                    return _Need.of(Relay(value=value, call=call))
             return _Need()
         operation = value.operation
         if operation is None:
@@ -238,15 +256,39 @@ class CutFinder:
 
     def _check_place(self, call: Call, relays: Iterable[Relay]) -> None:
         time = call.end
-        if time < self._grad_time:
-            raise _Impossible("torch.autograd.grad is called later in the step and needs the graph in one piece")
+        for operation in self._grads:
+            if operation.time > time:
+                raise _Impossible("torch.autograd.grad is called later in the step and needs the graph in one piece")
+            if self.cover(operation.call, time) is None:
+                raise _Impossible(
+                    "torch.autograd.grad is called earlier in the step, between modules, and would run again behind the"
+                    " cut; call it inside a module"
+                )
+        for operation in self._by_values:
+            if operation.time <= time and self.cover(operation.call, time) is None:
+                raise _Impossible(
+                    f"{operation.name} at {operation.source} needs values of the stage before, between modules; do it"
+                    " inside a module"
+                )
+        for each in call.around():
+            if each.hooked and (each.end > time or each is call):
+                raise _Impossible(
+                    f"{each.name!r} has backward hooks, which need its forward and what it returned on one stage"
+                )
         if call.region and self._regions.get(call.region, 0) > time:
             raise _Impossible("it ends inside an activation checkpoint, which is run again as a whole")
+        trains = self._trace.step == "training_step"
         for relay in relays:
+            if relay.value.variable:
+                raise _Impossible(f"what {relay.source} gives has a shape that follows from values")
             source = relay.call if relay.operation is None else relay.operation
             if source is None:
                 continue
-            if isinstance(source, Call) and not source.gradients and relay.value.expects_gradient:
+            if isinstance(source, Call) and source.hooked:
+                raise _Impossible(
+                    f"{source.name!r} has backward hooks, which need its forward and what it returned on one stage"
+                )
+            if trains and isinstance(source, Call) and not source.gradients and relay.value.expects_gradient:
                 raise _Impossible(
                     f"{source.name!r} runs under a re-entrant activation checkpoint; use use_reentrant=False"
                 )
@@ -264,6 +306,32 @@ class CutFinder:
     def _operation_in(self, start: int, end: int) -> bool:
         place = bisect.bisect_right(self._trace.operations, start, key=lambda operation: operation.time)
         return place < len(self._trace.operations) and self._trace.operations[place].time <= end
+
+
+def stale_versions(relays: Iterable[Relay], trace: Trace) -> dict[int, int]:
+    """Values that a call which is left out has changed in place: for each older version the one that is handed on.
+
+    Both are one tensor, which the step may use by either name.
+
+    Raises:
+        _Impossible: If both versions are needed.
+
+    """
+    handed = {relay.value.index: relay for relay in relays}
+    stale: dict[int, int] = {}
+    for index, relay in handed.items():
+        operation = relay.value.operation
+        if operation is None or not operation.writes or relay.operation is not None:
+            continue
+        for older in trace.values[:index]:
+            if older.tensor is not relay.value.tensor:
+                continue
+            if older.index in handed:
+                raise _Impossible(
+                    f"{relay.source} changes what {handed[older.index].source} returned in place, and both are needed"
+                )
+            stale[older.index] = index
+    return stale
 
 
 def _dependent_calls(trace: Trace) -> set[int]:

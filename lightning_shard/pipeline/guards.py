@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_shard._compat.pipelining import has_gradient_hooks
+from lightning_shard.pipeline.layout import is_laid_out
 from lightning_shard.pipeline.schedule import SCHEDULES, ScheduleName, per_rank, why_impossible
 from lightning_shard.trial import differs, distinct_settings, train_copy, trial_problem
 
@@ -104,7 +105,7 @@ def check_schedule(schedule: ScheduleName, ranks: int, stages_per_rank: int, mic
         )
 
 
-def check_module(trainer: "pl.Trainer", module: "pl.LightningModule", recomputes: bool) -> None:
+def check_module(trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
     """Refuse modules, callbacks and settings that a pipeline cannot run; warn of what means something else in one.
 
     Raises:
@@ -148,7 +149,8 @@ def check_module(trainer: "pl.Trainer", module: "pl.LightningModule", recomputes
                 " take"
                 " their place. Use the module that it was compiled from."
             )
-        if isinstance(submodule, FSDPModule | FullyShardedDataParallel):
+        sharded_here = is_laid_out(module)
+        if not sharded_here and isinstance(submodule, FSDPModule | FullyShardedDataParallel):
             raise MisconfigurationException(
                 f"The module {name or '(root)'!r} is sharded already ({type(submodule).__name__}). Give a plain module"
                 " to"

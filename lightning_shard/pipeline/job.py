@@ -19,7 +19,7 @@ from lightning_shard.pipeline.absent import is_absent
 from lightning_shard.pipeline.clipping import PipelineClipping
 from lightning_shard.pipeline.cuts import parameter_stages
 from lightning_shard.pipeline.guards import check_changes
-from lightning_shard.pipeline.layout import Balance, Layout, Tracer, agree, lay_out, matching_cuts
+from lightning_shard.pipeline.layout import ATTRIBUTE, Balance, Layout, Tracer, agree, lay_out, matching_cuts
 from lightning_shard.pipeline.metrics import replica_group
 from lightning_shard.pipeline.ownership import keep_own, make_equal, move_own, take_over
 from lightning_shard.pipeline.plans import Plans
@@ -33,7 +33,6 @@ from lightning_shard.pipeline.shards import StageShards
 from lightning_shard.pipeline.tied import reduce_gradients, sum_gradients, tied_groups
 from lightning_shard.pipeline.trace import Trace
 
-_ATTRIBUTE = "_lightning_shard_stages"
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -114,14 +113,14 @@ class Job:
         for _, _, trace in traces:
             if trace.step == "training_step":
                 check_changes(trace.changed, type(module).__name__)
-        known: tuple[Layout, dict[str, Any]] | None = vars(module).get(_ATTRIBUTE)
+        known: tuple[Layout, dict[str, Any]] | None = vars(module).get(ATTRIBUTE)
         if known is None:
             self.layout = lay_out(
                 module, [trace for *_, trace in traces], options.stages, options.split, options.balance, options.rank_of
             )
             agree(self.layout)
             keep_own(module, self.layout, self._mine, device)
-            vars(module)[_ATTRIBUTE] = (self.layout, self._described())
+            vars(module)[ATTRIBUTE] = (self.layout, self._described())
             rank_zero_info(self.layout.table)
         else:
             self.layout = self._checked(*known)

@@ -53,6 +53,15 @@ class Layout:
         return hashlib.sha256(repr((self.cuts, sorted(self.owners.items()))).encode()).hexdigest()[:16]
 
 
+ATTRIBUTE = "_lightning_shard_stages"
+"""Of a LightningModule: its layout, and the settings that it was laid out with."""
+
+
+def is_laid_out(module: "pl.LightningModule") -> bool:
+    """Whether a pipeline has divided the module already."""
+    return ATTRIBUTE in vars(module)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tracer:
     """Traces steps of one module."""

@@ -24,7 +24,7 @@ from lightning_shard._compat.dry_run import (
 )
 from lightning_shard._compat.pipelining import compiled_call
 from lightning_shard._compat.process import is_compiled
-from lightning_shard._compat.recording import OperatorWatch, version
+from lightning_shard._compat.recording import OperatorWatch, has_backward_hooks, version
 from lightning_shard.pipeline.absent import AbsentTensor
 from lightning_shard.pipeline.functions import operation_name
 from lightning_shard.pipeline.recorder import Recorder
@@ -186,20 +186,39 @@ def _wrap(clone: nn.Module, recorder: Recorder, compiled: set[str]) -> None:
         if isinstance(submodule, Metric | MetricCollection):
             for method in ("forward", "update"):
                 vars(submodule)[method] = _noting(getattr(submodule, method), recorder)
-        vars(submodule)["forward"] = _recorded(submodule.forward, name, recorder)
+        vars(submodule)["forward"] = _recorded(submodule, name, recorder)
 
 
-def _recorded(forward: Callable[..., Any], name: str, recorder: Recorder) -> Callable[..., Any]:
+def _recorded(module: nn.Module, name: str, recorder: Recorder) -> Callable[..., Any]:
+    forward = module.forward
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        record = recorder.enter(name)
+        record = recorder.enter(name, (args, kwargs), has_backward_hooks(module))
+        before = _settings(module)
         try:
             result = forward(*args, **kwargs)
             recorder.leave(record, result)
+            after = _settings(module)
+            record.settings = {key: value for key, value in after.items() if before.get(key, _NOTHING) != value}
         finally:
             recorder.unwind(record)
         return result
 
     return call
+
+
+_NOTHING = object()
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """A module's own plain attributes, which another module may read."""
+    return {key: value for key, value in vars(module).items() if key != "training" and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _noting(method: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
@@ -245,7 +264,7 @@ class _Functions(TorchFunctionMode):
             result = guess_value(name, error, args, kwargs)
             self._recorder.trace.guessed = self._recorder.trace.guessed or f"{operation.source}: {name}"
         written = [tensor for tensor, before in zip(given, versions, strict=True) if version(tensor) != before]
-        self._recorder.finish(operation, result, written)
+        self._recorder.finish(operation, (args, kwargs), result, written)
         return result
 
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.pipeline.structure import Slot, map_leaves, tensors_in
+from lightning_shard.pipeline.structure import ParameterSlot, Slot, map_leaves, tensors_in
 from lightning_shard.pipeline.trace import Call, Operation, Trace, Value, storage_key
 
 
@@ -37,13 +37,22 @@ class Recorder:
 
     # --- modules ---
 
-    def enter(self, name: str) -> Call:
-        """A module's forward begins."""
+    def enter(self, name: str, arguments: Any = (), hooked: bool = False) -> Call:
+        """A module's forward begins, with these arguments; ``hooked``: it has backward hooks."""
         self.trace.now += 1
         ordinal = self._counts.get(name, 0)
         self._counts[name] = ordinal + 1
         parent = self._stack[-1] if self._stack else None
-        call = Call(name=name, ordinal=ordinal, parent=parent, start=self.trace.now, region=self._place()[0])
+        values = [self.value_of(each) for each in tensors_in(arguments) if id(each) not in self._parameters]
+        call = Call(
+            name=name,
+            ordinal=ordinal,
+            parent=parent,
+            start=self.trace.now,
+            region=self._place()[0],
+            arguments=values,
+            hooked=hooked,
+        )
         self._stack.append(call)
         self.trace.calls.append(call)
         return call
@@ -51,7 +60,10 @@ class Recorder:
     def leave(self, call: Call, result: Any) -> None:
         """A module's forward ended with ``result``."""
 
-        def note(tensor: Tensor) -> Slot:
+        def note(tensor: Tensor) -> Slot | ParameterSlot:
+            parameter = self._parameters.get(id(tensor))
+            if parameter is not None:
+                return ParameterSlot(parameter)
             value = self.value_of(tensor)
             call.outputs.append(value)
             return Slot(value.index)
@@ -100,7 +112,7 @@ class Recorder:
         self.trace.operations.append(operation)
         return operation
 
-    def finish(self, operation: Operation, result: Any, written: list[Tensor]) -> None:
+    def finish(self, operation: Operation, given_arguments: Any, result: Any, written: list[Tensor]) -> None:
         """An operation gave ``result`` and changed the tensors ``written`` in place."""
         depends = bool(operation.parameters) or any(value.depends for value in operation.inputs)
         given = {id(value.tensor) for value in operation.inputs}
@@ -115,11 +127,12 @@ class Recorder:
                 if self._by_tensor.get(id(alias.tensor)) is alias:
                     alias.mutated = alias.mutated or operation.time
                     self._add(alias.tensor, depends or alias.depends, operation)
+        variable = _follows_values(operation, given_arguments) or any(value.variable for value in operation.inputs)
         changed = {id(tensor) for tensor in written}
         for tensor in tensors_in(result):
             known = id(tensor) in given or id(tensor) in self._parameters or id(tensor) in changed
             if not known:
-                self._add(tensor, depends, operation)
+                self._add(tensor, depends, operation).variable = variable and tensor.dim() > 0
         operation.results = tuple(self.value_of(t) for t in tensors_in(result) if id(t) not in self._parameters)
 
     def drew(self) -> None:
@@ -195,6 +208,20 @@ class Recorder:
 
 _CHECKPOINT = "torch/utils/checkpoint.py"
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, pl.__file__, contextlib.__file__, __file__))
+
+
+_BY_VALUES = frozenset("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave".split())
+
+
+def _follows_values(operation: Operation, arguments: Any) -> bool:
+    """Whether the shape of an operation's result follows from values."""
+    args: tuple[Any, ...] = arguments[0] if arguments else ()
+    if operation.name == "where":
+        return len(args) == 1
+    if operation.name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in index)
+    return operation.name in _BY_VALUES
 
 
 def _held(module: nn.Module) -> list[Any]:

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_shard._compat.pipelining import compiled_call
 from lightning_shard.pipeline.absent import AbsentError, AbsentTensor, absent_of
 from lightning_shard.pipeline.functions import operation_name
-from lightning_shard.pipeline.stages import Capture, Key, StagePlan, Stub, Wire
-from lightning_shard.pipeline.structure import Slot, map_leaves, tensors_in
+from lightning_shard.pipeline.stages import Capture, Key, Place, StagePlan, Stub, Wire
+from lightning_shard.pipeline.structure import ParameterSlot, Slot, map_leaves, tensors_in
 
 
 class StepMismatch(RuntimeError):
@@ -78,6 +78,9 @@ class Replay:
         assert self.current is None, "a stage runs already"
         run = StageRun(self.module, plan, received, device, reseed, recompute)
         self.current = run
+        # A transformer layer's fast path would call no submodule, so that no stage could begin or end inside.
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
             with _Operations(run) if plan.counts_operations else nullcontext():
                 result = step()
@@ -85,7 +88,9 @@ class Replay:
             return run.sent()
         finally:
             self.current = None
+            torch.backends.mha.set_fastpath_enabled(fast)
         if plan.is_last:
+            run.check_substitutes()
             return result
         if run.left:  # a bare `except:` in the step caught the end
             return run.sent()
@@ -120,7 +125,13 @@ class StageRun:
         self._got: dict[int, Tensor] = {}
         self._stack: list[Key] = []
         self._places: dict[Key | None, int] = {}
+        self._through: dict[int, Tensor] = {}
+        self._met: set[Place] = set()
+        sent = {wire.value for wire in plan.sends}
         for wire, tensor in zip(plan.receives, received, strict=True):
+            if wire.written and wire.value in sent:
+                # The step changes its copy; what goes on is what came.
+                self._through[wire.value] = _Enter.apply(tensor, False)  # type: ignore[no-untyped-call]
             self._got[wire.value] = _Enter.apply(tensor, wire.written)  # type: ignore[no-untyped-call]
 
     def call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -133,7 +144,7 @@ class StageRun:
         stub = self.plan.stubs.get(key)
         if stub is not None:
             self.own_work = True
-            result = self._stand_in(name, stub)
+            result = self._stand_in(name, stub, (args, kwargs))
             self.own_work = False
         else:
             self._stack.append(key)
@@ -160,7 +171,8 @@ class StageRun:
         around = self._stack[-1] if self._stack else None
         number = self._places.get(around, 0)
         self._places[around] = number + 1
-        place = (around, number)
+        place = (around, number, operation_name(func) or "")
+        self._met.add(place)
         handed = dict(self.plan.substitutes.get(place, ()))
         if not handed:
             result = func(*args, **kwargs)
@@ -186,10 +198,17 @@ class StageRun:
 
     def sent(self) -> tuple[Tensor, ...]:
         """The values to send."""
+        self.check_substitutes()
         return tuple(self._checked(wire) for wire in self.plan.sends)
 
+    def check_substitutes(self) -> None:
+        """Every value that is handed on as an operation's result must have taken its place."""
+        for around, number, name in self.plan.substitutes.keys() - self._met:
+            where = "the step" if around is None else _call(around)
+            self._mismatch(f"operation {number} of {where} was not {name}")
+
     def _checked(self, wire: Wire) -> Tensor:
-        tensor = self._got.get(wire.value)
+        tensor = self._through.get(wire.value, self._got.get(wire.value))
         if tensor is None:
             self._mismatch(f"{wire.source!r} was not called before {_call(self.plan.exit)}")
         if isinstance(tensor, AbsentTensor):
@@ -205,25 +224,33 @@ class StageRun:
             )
         return tensor
 
-    def _stand_in(self, name: str, stub: Stub) -> Any:
+    def _stand_in(self, name: str, stub: Stub, arguments: Any) -> Any:
         for inner, count in stub.inner.items():
             self._counts[inner] = self._counts.get(inner, 0) + count
         made: dict[int, Tensor] = {}
+        given = _without_parameters(arguments) if stub.passed else []
 
-        def fill(slot: Slot) -> Tensor:
-            if slot.key in self._got:
-                return self._got[slot.key]
-            if slot.key not in made:
-                shape, dtype = stub.shapes[slot.key]
-                made[slot.key] = absent_of(shape, dtype, self._device, name)
-            return made[slot.key]
+        def fill(slot: Slot | ParameterSlot) -> Tensor:
+            if isinstance(slot, ParameterSlot):
+                return self._module.get_parameter(slot.name)
+            key = stub.stale.get(slot.key, slot.key)
+            if key in self._got:
+                return self._got[key]
+            if slot.key in stub.passed:
+                return given[stub.passed[slot.key]]
+            if key not in made:
+                shape, dtype, requires_grad = stub.shapes[slot.key]
+                made[key] = absent_of(shape, dtype, self._device, name, requires_grad)
+            return made[key]
 
         for module, attribute, value in stub.attributes:
             setattr(self._module.get_submodule(module), attribute, self._got[value])
-        return map_leaves(stub.template, Slot, fill)
+        for module, attribute, setting in stub.settings:
+            vars(self._module.get_submodule(module))[attribute] = setting
+        return map_leaves(stub.template, (Slot, ParameterSlot), fill)
 
     def _capture(self, key: Key, result: Any) -> None:
-        tensors = list(tensors_in(result))
+        tensors = _without_parameters(result)
         if len(tensors) != self.plan.outputs[key]:
             self._mismatch(f"{_call(key)} returned {len(tensors)} tensors, not {self.plan.outputs[key]}")
         for capture in self.plan.captures[key]:
@@ -339,6 +366,10 @@ class Boundary(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Hand the gradients on as they are."""
         return (None, *[None] * ctx.received, *gradients)
+
+
+def _without_parameters(value: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(value) if not isinstance(tensor, nn.Parameter)]
 
 
 def _call(key: Key | None) -> str:

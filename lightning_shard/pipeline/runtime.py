@@ -250,7 +250,7 @@ class Pipeline:
                 self._effects.after_microbatch(chunk)
                 found = self._last(self._batch, chunk, found)
             if not trains or not found:
-                return tuple(found)
+                return tuple(tensor.contiguous() for tensor in found)
             needed = [tensor for tensor in received if tensor.requires_grad]
             return tuple(Boundary.apply(len(needed), *needed, *found))  # type: ignore[no-untyped-call]
 

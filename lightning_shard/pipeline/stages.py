@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_shard.pipeline.cuts import Cut, CutFinder, Relay, stage_of
+from lightning_shard.pipeline.cuts import Cut, CutFinder, Relay, stage_of, stale_versions
 from lightning_shard.pipeline.trace import Call, Trace
 
 Key = tuple[str, int]
@@ -43,8 +43,17 @@ class Stub:
     template: Any
     """What it returns, with a slot for each tensor."""
 
-    shapes: dict[int, tuple[tuple[int, ...], torch.dtype]]
-    """Shape and type of each value in the slots."""
+    shapes: dict[int, tuple[tuple[int, ...], torch.dtype, bool]]
+    """Shape and type of each value in the slots, and whether it requires gradients."""
+
+    passed: dict[int, int]
+    """Values that it returns as it was given them: their place among the tensors of its arguments."""
+
+    stale: dict[int, int]
+    """Values that were changed in place later: for each the one that is in its place."""
+
+    settings: tuple[tuple[str, str, Any], ...]
+    """Modules' plain attributes that it sets: module, attribute, value."""
 
     attributes: tuple[tuple[str, str, int], ...]
     """Modules' attributes that it sets to values that are handed on: module, attribute, value."""
@@ -70,8 +79,8 @@ class Capture:
     """Whether it is changed in place before the stage ends."""
 
 
-Place = tuple[Key | None, int]
-"""The call around an operation, ``None`` for the step itself, and the operation's number in it."""
+Place = tuple[Key | None, int, str]
+"""The call around an operation, ``None`` for the step itself, the operation's number in it, and its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +216,8 @@ def _places(relays: Iterable[Relay]) -> dict[Place, tuple[tuple[int, int], ...]]
     for relay in relays:
         operation = relay.operation
         if operation is not None:
-            place = (operation.call.key if operation.call is not None else None, operation.place)
+            around = operation.call.key if operation.call is not None else None
+            place = (around, operation.place, operation.name)
             places[place] = (*places.get(place, ()), (operation.results.index(relay.value), relay.value.index))
     return places
 
@@ -226,6 +236,7 @@ def _capture(relay: Relay, end: int) -> Capture:
 def _stubs(trace: Trace, cut: Cut, finder: CutFinder) -> dict[Key, Stub]:
     outer: dict[int, Call] = {}
     inner: dict[int, dict[str, int]] = {}
+    settings: dict[int, list[tuple[str, str, Any]]] = {}
     for call in trace.calls:
         covering = finder.cover(call, cut.time)
         if covering is None:
@@ -234,6 +245,9 @@ def _stubs(trace: Trace, cut: Cut, finder: CutFinder) -> dict[Key, Stub]:
         if covering is not call:
             counts = inner.setdefault(id(covering), {})
             counts[call.name] = counts.get(call.name, 0) + 1
+        for attribute, value in call.settings.items():
+            settings.setdefault(id(covering), []).append((call.name, attribute, value))
+    stale = stale_versions(cut.relays, trace)
     attributes: dict[int, list[tuple[str, str, int]]] = {}
     for relay in cut.relays:
         if relay.attribute is not None and relay.call is not None:
@@ -241,7 +255,10 @@ def _stubs(trace: Trace, cut: Cut, finder: CutFinder) -> dict[Key, Stub]:
     return {
         call.key: Stub(
             template=call.template,
-            shapes={v.index: (tuple(v.tensor.shape), v.tensor.dtype) for v in call.outputs},
+            shapes={v.index: (tuple(v.tensor.shape), v.tensor.dtype, v.tensor.requires_grad) for v in call.outputs},
+            passed={v.index: call.arguments.index(v) for v in call.outputs if v in call.arguments},
+            stale=stale,
+            settings=tuple(settings.get(mark, ())),
             attributes=tuple(attributes.get(mark, ())),
             inner=inner.get(mark, {}),
         )

@@ -107,7 +107,14 @@ def gather_optimizer(
                 tensors[name, key] = value
             else:
                 mine[name][key] = value.detach().cpu() if isinstance(value, Tensor) else value
-    described = gather.objects(mine)
+    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    told = gather.objects((lengths, mine))
+    if any(other != lengths for other, _ in told):
+        raise RuntimeError(
+            f"The optimizer's groups have different numbers of parameters on the ranks: {[other for other, _ in told]}."
+            " A callback or hook adds parameters to it by their values, which each rank has for its own stages only."
+        )
+    described = [states for _, states in told]
     state: dict[str, dict[str, Any]] = {}
     for name in names.values():
         described_here = described[gather.rank_of_stage(owners[name][0])].get(name)

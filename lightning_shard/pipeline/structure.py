@@ -19,6 +19,14 @@ class Slot:
     """What belongs here."""
 
 
+@dataclass(frozen=True)
+class ParameterSlot:
+    """Where a parameter of the module sits in a structure."""
+
+    name: str
+    """Which."""
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of a structure, in order; the same tensor as often as it occurs."""
     found: list[Tensor] = []
@@ -31,7 +39,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     yield from found
 
 
-def map_leaves(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+Kind = type | tuple[type, ...]
+
+
+def map_leaves(value: Any, kind: Kind, function: Callable[[Any], Any]) -> Any:
     """A copy of a structure in which each leaf of ``kind`` is what ``function`` makes of it.
 
     Tuples, lists, sets of them, dicts, and objects with attributes (dataclasses, outputs of models, caches) are
@@ -41,7 +52,7 @@ def map_leaves(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     return _map(value, kind, function, {})
 
 
-def _map(value: Any, kind: type, function: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+def _map(value: Any, kind: Kind, function: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, _WHOLE):
@@ -60,13 +71,13 @@ def _map(value: Any, kind: type, function: Callable[[Any], Any], memo: dict[int,
     return value
 
 
-def _filled(new: Any, old: list[Any], kind: type, function: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+def _filled(new: Any, old: list[Any], kind: Kind, function: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     memo[id(old)] = new
     new[:] = [_map(item, kind, function, memo) for item in old]
     return new
 
 
-def _dict(value: dict[Any, Any], kind: type, function: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+def _dict(value: dict[Any, Any], kind: Kind, function: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     """Subclasses of dict may guard their keys or mirror them as attributes, as the outputs of models do."""
     new = copy.copy(value)
     memo[id(value)] = new
@@ -83,7 +94,7 @@ def _dict(value: dict[Any, Any], kind: type, function: Callable[[Any], Any], mem
     return new
 
 
-def _object(value: Any, kind: type, function: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+def _object(value: Any, kind: Kind, function: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     try:
         new = copy.copy(value)
     except Exception:

@@ -38,6 +38,9 @@ class Value:
     mutated: int | None = None
     """When the tensor, or one that shares its memory, was next changed in place."""
 
+    variable: bool = False
+    """Whether its shape follows from values of tensors, so that it may change with every microbatch."""
+
     location: tuple[str, str] | None = None
     """Module and attribute that hold it at the end of the step."""
 
@@ -110,6 +113,15 @@ class Call:
     region: int
     """Number of the activation checkpoint in which it began; 0 outside."""
 
+    arguments: list[Value] = field(default_factory=list)
+    """The values among its arguments, in order, parameters aside."""
+
+    hooked: bool = False
+    """Whether the module has backward hooks."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Numbers and texts that the call left in attributes of its module."""
+
     end: int = sys.maxsize
     """When it ended."""
 
@@ -117,10 +129,10 @@ class Call:
     """Whether gradients were enabled at its end."""
 
     template: Any = None
-    """What it returned, with a `Slot` for each tensor."""
+    """What it returned, with a `Slot` for each tensor, or a `ParameterSlot`."""
 
     outputs: list[Value] = field(default_factory=list)
-    """The values that it returned."""
+    """The values that it returned, parameters aside."""
 
     @property
     def key(self) -> tuple[str, int]:

@@ -185,7 +185,7 @@ class PipelineStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
-        guards.check_module(trainer, module, self._activation_checkpointing)
+        guards.check_module(trainer, module)
         self.precision_plugin.convert_module(module)
         no_inference_mode(trainer)
         self._job = Job(trainer, module, self._options(), self._device_mesh, self.root_device)

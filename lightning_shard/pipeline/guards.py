@@ -19,6 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_shard._compat.pipelining import has_gradient_hooks
 from lightning_shard.pipeline.layout import is_laid_out
 from lightning_shard.pipeline.schedule import SCHEDULES, ScheduleName, per_rank, why_impossible
+from lightning_shard.pipeline.trace import Trace
 from lightning_shard.trial import differs, distinct_settings, train_copy, trial_problem
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
@@ -172,6 +173,24 @@ def check_changes(changed: dict[str, str], kind: str) -> None:
             f"{kind}.training_step changes the parameter {name!r} in place (at {source}), which a pipeline would do"
             " once"
             " for every microbatch. Do it in `on_train_batch_end` or `on_before_zero_grad`."
+        )
+
+
+def check_loss(trace: Trace, kind: str) -> None:
+    """Refuse a training_step that gives no loss to train on.
+
+    Raises:
+        MisconfigurationException: Naming the module's class.
+
+    """
+    if trace.loss is None:
+        raise MisconfigurationException(
+            f"{kind}.training_step returned no loss tensor for the first microbatch; a pipeline needs one for every"
+            " microbatch (None, to skip a batch, is not possible)."
+        )
+    if not trace.loss.depends:
+        raise MisconfigurationException(
+            f"{kind}.training_step returned a loss that does not depend on any of the module's parameters."
         )
 
 

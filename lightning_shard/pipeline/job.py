@@ -18,8 +18,8 @@ from lightning_shard.pipeline import state
 from lightning_shard.pipeline.absent import is_absent
 from lightning_shard.pipeline.clipping import PipelineClipping
 from lightning_shard.pipeline.cuts import parameter_stages
-from lightning_shard.pipeline.guards import check_changes
-from lightning_shard.pipeline.layout import ATTRIBUTE, Balance, Layout, Tracer, agree, lay_out, matching_cuts
+from lightning_shard.pipeline.guards import check_changes, check_loss
+from lightning_shard.pipeline.layout import ATTRIBUTE, Balance, Layout, agree, lay_out, matching_cuts
 from lightning_shard.pipeline.metrics import replica_group
 from lightning_shard.pipeline.ownership import keep_own, make_equal, move_own, take_over
 from lightning_shard.pipeline.plans import Plans
@@ -32,6 +32,7 @@ from lightning_shard.pipeline.setting import Setting
 from lightning_shard.pipeline.shards import StageShards
 from lightning_shard.pipeline.tied import reduce_gradients, sum_gradients, tied_groups
 from lightning_shard.pipeline.trace import Trace
+from lightning_shard.pipeline.tracer import Tracer
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -107,12 +108,13 @@ class Job:
         self._mine = stages_of_rank(options.schedule, self._place.pp, options.mesh.pp, options.stages_per_rank)
         self._clipping: PipelineClipping | None = None
         self._own_now: dict[int, list[nn.Parameter]] = {}
-        tracer = Tracer(module=module, device=device, precision=trainer.precision_plugin)
+        self._tracer = tracer = Tracer(module=module, device=device, precision=trainer.precision_plugin)
         samples = list(sample_microbatches(trainer, module, options.microbatches))
         traces = [(step, sample.batch, tracer.trace(step, sample.batch)) for step, sample in samples]
         for _, _, trace in traces:
             if trace.step == "training_step":
                 check_changes(trace.changed, type(module).__name__)
+                check_loss(trace, type(module).__name__)
         known: tuple[Layout, dict[str, Any]] | None = vars(module).get(ATTRIBUTE)
         if known is None:
             self.layout = lay_out(
@@ -142,6 +144,11 @@ class Job:
         self._replay = replay
         self.pipeline = Pipeline(module, self._setting(), plans, replay, trainer.precision_plugin, self._owned)
         self._metrics = self.pipeline.watch_metrics(replica_group(self.replicas))
+
+    @property
+    def traces_now(self) -> bool:
+        """Whether a step is being traced, all of it, on this rank."""
+        return self._tracer.running
 
     def _described(self) -> dict[str, Any]:
         """The settings that a module which is laid out already must have been laid out with."""

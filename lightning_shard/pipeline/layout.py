@@ -6,17 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins import Precision
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_shard.materialize import has_meta_tensors
-from lightning_shard.pipeline.absent import is_absent
-from lightning_shard.pipeline.cuts import Cut, CutFinder, Refused, parameter_stages, spans, stage_of
+from lightning_shard.pipeline.cuts import Cut, Refused, parameter_stages, spans, stage_of
+from lightning_shard.pipeline.find_cuts import CutFinder
 from lightning_shard.pipeline.partition import CutPoint, StageRow, choose, stage_table
-from lightning_shard.pipeline.record import NeedsValues, record_step
 from lightning_shard.pipeline.stages import Key
 from lightning_shard.pipeline.trace import Trace
 
@@ -62,46 +58,6 @@ def is_laid_out(module: "pl.LightningModule") -> bool:
     return ATTRIBUTE in vars(module)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tracer:
-    """Traces steps of one module."""
-
-    module: "pl.LightningModule"
-    """The module."""
-
-    device: torch.device
-    """Where it runs."""
-
-    precision: Precision
-    """In whose context."""
-
-    told: set[str] = field(default_factory=set)
-    """Steps of which people know that they are traced on real tensors."""
-
-    def trace(self, step: str, batch: Any) -> Trace:
-        """Trace ``step`` on a microbatch: on fake tensors, else on the real ones, else with made-up values."""
-        try:
-            return self._record(step, batch, fake=True)
-        except NeedsValues as error:
-            reason = str(error)
-        if any(is_absent(parameter) for parameter in self.module.parameters()):
-            return self._record(step, batch, fake=True, guess=True)
-        if has_meta_tensors(self.module):
-            raise MisconfigurationException(
-                f"{step} cannot be traced on fake tensors: {reason}; and the module is on the meta device, so it"
-                " cannot run"
-                " for real. Build it without the meta device, or keep values out of the step (log tensors instead of"
-                " `.item()`, no branches on values)."
-            )
-        if step not in self.told:
-            self.told.add(step)
-            rank_zero_info(f"{step} is traced on a real microbatch, not on fake tensors: {reason}.")
-        return self._record(step, batch, fake=False)
-
-    def _record(self, step: str, batch: Any, *, fake: bool, guess: bool = False) -> Trace:
-        return record_step(self.module, step, batch, self.device, self.precision, fake=fake, guess=guess)
-
-
 def lay_out(
     module: "pl.LightningModule",
     traces: Sequence[Trace],
@@ -135,6 +91,12 @@ def lay_out(
     layout.buffers = _buffers(module, first, cuts)
     _check_buffers(first, cuts)
     _warn_about_copies(module, layout)
+    empty = [stage for stage in range(stages) if not any(stage in own for own in layout.owners.values())]
+    if empty:
+        rank_zero_warn(
+            f"Pipeline stage {empty[0]} has no parameters: the module has too few layers for {stages} stages of equal"
+            " cost. Use fewer stages, or balance='parameters'."
+        )
     layout.table = _table(module, first, cuts, layout, rank_of)
     return layout
 

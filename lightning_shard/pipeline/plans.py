@@ -7,11 +7,12 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_shard.pipeline.cuts import parameter_stages
-from lightning_shard.pipeline.layout import Layout, Tracer, matching_cuts
+from lightning_shard.pipeline.layout import Layout, matching_cuts
 from lightning_shard.pipeline.microbatch import signature
 from lightning_shard.pipeline.replay import Replay
 from lightning_shard.pipeline.stages import StagePlan, plan_stages
 from lightning_shard.pipeline.trace import Trace
+from lightning_shard.pipeline.tracer import Tracer
 
 _MOST = 256
 """Kinds of microbatches that are remembered: texts of any length have as many kinds as lengths."""

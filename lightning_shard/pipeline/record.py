@@ -264,6 +264,8 @@ class _Functions(TorchFunctionMode):
             result = guess_value(name, error, args, kwargs)
             self._recorder.trace.guessed = self._recorder.trace.guessed or f"{operation.source}: {name}"
         written = [tensor for tensor, before in zip(given, versions, strict=True) if version(tensor) != before]
+        if name == "__set__.data":
+            written = [args[0]]
         self._recorder.finish(operation, (args, kwargs), result, written)
         return result
 

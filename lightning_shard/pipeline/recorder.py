@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.pipeline.structure import ParameterSlot, Slot, map_leaves, tensors_in
+from lightning_shard.pipeline.structure import ParameterSlot, Slot, hidden_tensors, map_leaves, tensors_in
 from lightning_shard.pipeline.trace import Call, Operation, Trace, Value, storage_key
 
 
@@ -71,6 +71,7 @@ class Recorder:
         self.trace.now += 1
         call.gradients = torch.is_grad_enabled()
         call.template = map_leaves(result, Tensor, note)
+        call.opaque = hidden_tensors(result)
         call.end = self.trace.now
 
     def unwind(self, call: Call) -> None:

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
 from lightning_shard._compat.pipelining import compiled_call
 from lightning_shard.pipeline.absent import AbsentError, AbsentTensor, absent_of
+from lightning_shard.pipeline.boundary import Entrance
 from lightning_shard.pipeline.functions import operation_name
 from lightning_shard.pipeline.stages import Capture, Key, Place, StagePlan, Stub, Wire
 from lightning_shard.pipeline.structure import ParameterSlot, Slot, map_leaves, tensors_in
@@ -86,6 +86,14 @@ class Replay:
                 result = step()
         except _Leave:
             return run.sent()
+        except RuntimeError as error:
+            if "data is not allocated" not in str(error):
+                raise
+            raise AbsentError(
+                f"Stage {plan.stage} of {plan.stages} makes a tensor of values (torch.tensor) that other stages"
+                " compute."
+                " Use torch.stack, which needs no values, or do it after the last module call."
+            ) from error
         finally:
             self.current = None
             torch.backends.mha.set_fastpath_enabled(fast)
@@ -131,8 +139,8 @@ class StageRun:
         for wire, tensor in zip(plan.receives, received, strict=True):
             if wire.written and wire.value in sent:
                 # The step changes its copy; what goes on is what came.
-                self._through[wire.value] = _Enter.apply(tensor, False)  # type: ignore[no-untyped-call]
-            self._got[wire.value] = _Enter.apply(tensor, wire.written)  # type: ignore[no-untyped-call]
+                self._through[wire.value] = Entrance.apply(tensor, False)  # type: ignore[no-untyped-call]
+            self._got[wire.value] = Entrance.apply(tensor, wire.written)  # type: ignore[no-untyped-call]
 
     def call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of the module ``name``."""
@@ -329,43 +337,6 @@ class ReplayedForward:
             f"Module {self._name!r} is part of a running pipeline and cannot be pickled; `trainer.save_checkpoint`"
             " saves the weights of all stages."
         )
-
-
-class _Enter(torch.autograd.Function):
-    """A received tensor as the step may use it: not the buffer itself, into which the next microbatch is received."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor, copy: bool) -> Tensor:
-        return tensor.clone() if copy else tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0].contiguous(), None
-
-
-class Boundary(torch.autograd.Function):
-    """What a stage returns: contiguous tensors of their own that the schedule may detach in place.
-
-    They depend on everything received, also where the step does not use it, so that every parameter's gradient is found
-    by way of the inputs when the schedule computes the gradients of inputs first.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, received: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return ``tensors`` without the first ``received``."""
-        ctx.received = received
-        results = []
-        for tensor in tensors[received:]:
-            alone = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            results.append(alone.set_(tensor.detach().contiguous()))  # type: ignore[call-overload]
-        constant = [made for made, tensor in zip(results, tensors[received:], strict=True) if not tensor.requires_grad]
-        ctx.mark_non_differentiable(*constant)
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Hand the gradients on as they are."""
-        return (None, *[None] * ctx.received, *gradients)
 
 
 def _without_parameters(value: Any) -> list[Tensor]:

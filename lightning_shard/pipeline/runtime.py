@@ -19,6 +19,7 @@ from lightning_shard._compat.pipelining import (
     run_forward_only,
 )
 from lightning_shard.pipeline.absent import AbsentTensor, absent_of
+from lightning_shard.pipeline.boundary import Boundary
 from lightning_shard.pipeline.effects import Effects
 from lightning_shard.pipeline.exchange import Exchange
 from lightning_shard.pipeline.logs import LogRecorder, fetch_elsewhere
@@ -26,7 +27,7 @@ from lightning_shard.pipeline.metrics import MetricSync
 from lightning_shard.pipeline.microbatch import Microbatch, join_outputs, split_batch
 from lightning_shard.pipeline.plans import Plans
 from lightning_shard.pipeline.recompute import Recompute
-from lightning_shard.pipeline.replay import Boundary, Replay
+from lightning_shard.pipeline.replay import Replay
 from lightning_shard.pipeline.schedule import per_rank, stages_of_rank, why_impossible
 from lightning_shard.pipeline.seeds import mix, own_numbers, seed_everything
 from lightning_shard.pipeline.setting import Setting

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_shard.pipeline.cuts import Cut, CutFinder, Relay, stage_of, stale_versions
+from lightning_shard.pipeline.cuts import Cut, Relay, stage_of
+from lightning_shard.pipeline.find_cuts import CutFinder, stale_versions
 from lightning_shard.pipeline.trace import Call, Trace
 
 Key = tuple[str, int]
@@ -271,7 +272,11 @@ def _outermost(trace: Trace, start: int) -> frozenset[Key]:
     return frozenset(
         call.key
         for call in trace.calls
-        if call.start > start and id(call) in using and (call.parent is None or call.parent.start <= start)
+        if call.start > start
+        and id(call) in using
+        and (call.parent is None or call.parent.start <= start)
+        # What it was given must be the same when it runs again.
+        and all(value.mutated is None or value.mutated < call.start for value in call.arguments)
     )
 
 

@@ -1,13 +1,20 @@
 """The tensors in what a module returns, wherever they sit, and the same structure with others in their places."""
 
 import copy
-from collections import OrderedDict
+import functools
+import gc
+import types
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_shard.units.dry_copy import slots
+
+_CODE: Any = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, types.GeneratorType)
+_OPAQUE: Any = (types.FunctionType, types.MethodType, types.GeneratorType, functools.partial)
 _WHOLE = (type(None), bool, int, float, complex, str, bytes, type, Tensor, nn.Module)
 
 
@@ -39,7 +46,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     yield from found
 
 
-Kind = type | tuple[type, ...]
+Kind = Any
+"""A class, or several as `isinstance` takes them."""
 
 
 def map_leaves(value: Any, kind: Kind, function: Callable[[Any], Any]) -> Any:
@@ -64,9 +72,15 @@ def _map(value: Any, kind: Kind, function: Callable[[Any], Any], memo: dict[int,
         return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
     if isinstance(value, list):
         return _filled(copy.copy(value), value, kind, function, memo)
+    if isinstance(value, deque):
+        new = copy.copy(value)
+        memo[id(value)] = new
+        new.clear()
+        new.extend(_map(item, kind, function, memo) for item in value)
+        return new
     if isinstance(value, dict):
         return _dict(value, kind, function, memo)
-    if hasattr(value, "__dict__") and not callable(value):
+    if not isinstance(value, _CODE) and (hasattr(value, "__dict__") or any(True for _ in slots(type(value)))):
         return _object(value, kind, function, memo)
     return value
 
@@ -100,8 +114,38 @@ def _object(value: Any, kind: Kind, function: Callable[[Any], Any], memo: dict[i
     except Exception:
         return value
     memo[id(value)] = new
-    for name, item in vars(value).items():
+    for name, item in getattr(value, "__dict__", {}).items():
         mapped = _map(item, kind, function, memo)
         if mapped is not item and name in vars(new):
             vars(new)[name] = mapped
+    for name in slots(type(value)):
+        if hasattr(value, name):
+            item = getattr(value, name)
+            mapped = _map(item, kind, function, memo)
+            if mapped is not item:
+                object.__setattr__(new, name, mapped)
     return new
+
+
+def hidden_tensors(value: Any) -> str:
+    """The type of an object in a structure that holds tensors which cannot be replaced; empty if there is none."""
+    found: list[str] = []
+
+    def look(leaf: Any) -> Any:
+        if not isinstance(leaf, _WHOLE) and _refers_to_tensor(leaf, depth=4):
+            found.append(type(leaf).__name__)
+        return leaf
+
+    # With the tensors taken out, what still refers to one could not be taken apart.
+    map_leaves(map_leaves(value, Tensor, lambda tensor: None), _OPAQUE, look)
+    return found[0] if found else ""
+
+
+def _refers_to_tensor(value: Any, depth: int) -> bool:
+    for other in gc.get_referents(value):
+        if isinstance(other, Tensor):
+            return True
+        inside = isinstance(other, (*_OPAQUE, dict, list, tuple, set, types.CellType))
+        if inside and depth and _refers_to_tensor(other, depth - 1):
+            return True
+    return False

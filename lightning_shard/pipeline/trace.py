@@ -119,6 +119,9 @@ class Call:
     hooked: bool = False
     """Whether the module has backward hooks."""
 
+    opaque: str = ""
+    """Type of an object in what it returned in which tensors cannot be replaced."""
+
     settings: dict[str, Any] = field(default_factory=dict)
     """Numbers and texts that the call left in attributes of its module."""
 

@@ -258,7 +258,8 @@ class PipelineStrategy(DDPStrategy):
     @property
     def has_last_stage(self) -> bool:
         """Whether this rank runs the end of steps: it has the loss, the outputs, and what steps computed."""
-        return self.job.pipeline.setting.has_last_stage
+        # A step is traced as a whole, on every rank, before there are stages and whenever a batch has new shapes.
+        return self._job is None or self._job.traces_now or self._job.pipeline.setting.has_last_stage
 
     def broadcast_from_last(self, value: Any) -> Any:
         """``value`` of this pipeline's last stage, on every rank of the pipeline. Collective in the pipeline."""
@@ -286,12 +287,18 @@ class PipelineStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights of all stages, on rank 0."""
-        return self.job.weights(everywhere=False)
+        # Others may be in the middle of a step, and would not meet this rank.
+        return {} if fails_alone(self.lightning_module) else self.job.weights(everywhere=False)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What one process would save, on rank 0."""
-        return self.job.optimizer_state(optimizer)
+        return {} if fails_alone(self.lightning_module) else self.job.optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not fails_alone(self.lightning_module):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
     @override

@@ -178,7 +178,7 @@ class DryCopier:
             return value
         self._remember(value, clone)
         vars(clone).update({name: self(item) for name, item in vars(value).items()})
-        for name in _slots(type(value)):
+        for name in slots(type(value)):
             if hasattr(value, name):
                 object.__setattr__(clone, name, self(getattr(value, name)))
         return clone
@@ -207,7 +207,8 @@ def _read_only(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     return view
 
 
-def _slots(kind: type) -> Iterator[str]:
+def slots(kind: type) -> Iterator[str]:
+    """Names of the attributes that objects of a class have in slots."""
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

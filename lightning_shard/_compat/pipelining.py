@@ -29,6 +29,19 @@ def compiled_call(module: nn.Module) -> str:
     return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
 
 
+def replace_call(module: nn.Module, call: Any) -> None:
+    """Let ``module(...)`` call ``call``; ``None`` puts its own call back. ``module.compile()`` uses the same door."""
+    if call is None:
+        vars(module).pop("_compiled_call_impl", None)
+    else:
+        vars(module)["_compiled_call_impl"] = call
+
+
+def call_with_hooks(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What ``module(...)`` does when nothing is in its place."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
 class _StageModule(nn.Module):
     """What the base class takes for the stage's module."""
 

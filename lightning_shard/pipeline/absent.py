@@ -4,12 +4,11 @@ Any operator on one gives another. What would need the data (a number, a branch,
 raises `AbsentError`, so that a missing value is never taken for a real one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
 
@@ -84,7 +83,7 @@ class AbsentTensor(Tensor):
     ) -> Any:
         """Run the operator on shapes alone."""
         kwargs = kwargs or {}
-        absent = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AbsentTensor)]
+        absent = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, AbsentTensor)]
         name = func.overloadpacket.__name__
         if name == "_local_scalar_dense":
             raise AbsentError(_message("a Python number or a branch needs its value", absent))
@@ -98,7 +97,7 @@ class AbsentTensor(Tensor):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("meta")}
         try:
-            shapes = tree_map_only(Tensor, _shape_of, (args, kwargs))
+            shapes = _map_tensors((args, kwargs), _shape_of)
             result = func(*shapes[0], **shapes[1])
         except AbsentError:
             raise
@@ -106,7 +105,7 @@ class AbsentTensor(Tensor):
             raise AbsentError(_message(f"{func} cannot do without its values", absent)) from error
         if _in_place(func) and isinstance(first, AbsentTensor):
             return first
-        return tree_map_only(Tensor, lambda tensor: cls(tensor, device, absent[0].origin), result)
+        return _map_tensors(result, lambda tensor: cls(tensor, device, absent[0].origin))
 
 
 def absent_like(tensor: Tensor, device: torch.device, origin: str) -> AbsentTensor:
@@ -121,7 +120,8 @@ def absent_of(
     """A stand-in for a contiguous tensor."""
     made = AbsentTensor(torch.empty(tuple(shape), dtype=dtype, device="meta"), device, origin)
     if requires_grad and torch.is_grad_enabled():
-        made.requires_grad_()
+        # No leaf: like the result of a module it may be changed in place.
+        return made.requires_grad_().clone()  # type: ignore[return-value]
     return made
 
 
@@ -135,6 +135,28 @@ def absent_parameter(parameter: Tensor, device: torch.device, name: str) -> nn.P
 def is_absent(value: Any) -> bool:
     """Whether ``value`` is a tensor of another stage."""
     return isinstance(value, AbsentTensor)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The arguments of an operator, out of their lists and dicts."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_map_tensors(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(item, function) for key, item in value.items()}
+    return value
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
@@ -164,7 +186,7 @@ def _refuse_writes(func: Any, args: Any, kwargs: dict[str, Any], absent: list[Ab
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         written = args[position] if position < len(args) else kwargs.get(argument.name)
-        for target in tree_leaves(written):
+        for target in _leaves(written):
             if isinstance(target, Tensor) and not isinstance(target, AbsentTensor):
                 raise AbsentError(
                     _message(f"it would be written into a tensor of shape {tuple(target.shape)} that is here", absent)
@@ -173,6 +195,12 @@ def _refuse_writes(func: Any, args: Any, kwargs: dict[str, Any], absent: list[Ab
 
 def _message(what: str, absent: list[AbsentTensor]) -> str:
     origins = sorted({tensor.origin for tensor in absent})
+    if any(isinstance(tensor, nn.Parameter) for tensor in absent):
+        return (
+            f"A parameter of another pipeline stage is used on this rank: {what}. It is {', '.join(origins)}, which"
+            " another"
+            " rank keeps. `trainer.strategy.full_state_dict()`, called on all ranks, gives all of them."
+        )
     return (
         f"A value of another pipeline stage is used on this rank: {what}. It comes from {', '.join(origins)}, which"
         " another stage computes. Inside a step, compute with it after the last module call (the last stage has"

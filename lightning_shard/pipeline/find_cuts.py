@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 from lightning_shard.pipeline.cuts import Cut, Refused, Relay
 from lightning_shard.pipeline.trace import Call, Operation, Trace, Value
 
+_READING = frozenset(
+    "item tolist numpy __bool__ __int__ __float__ __index__ __format__ __contains__ is_nonzero equal allclose".split()
+)
+"""Functions that need the values of tensors."""
+
 
 class _Impossible(Exception):
     """A value that crosses can neither be handed on nor be computed again."""
@@ -60,6 +65,11 @@ class CutFinder:
             and (operation.parameters or any(value.depends for value in operation.inputs[1:]))
         ]
         self._grads = [operation for operation in trace.operations if operation.name == "grad"]
+        self._reads = [
+            operation
+            for operation in trace.operations
+            if operation.name in _READING and any(value.depends for value in operation.inputs)
+        ]
         self._by_values = [
             operation
             for operation in trace.operations
@@ -200,6 +210,13 @@ class CutFinder:
                     "torch.autograd.grad is called earlier in the step, between modules, and would run again behind the"
                     " cut; call it inside a module"
                 )
+        for operation in self._reads:
+            if operation.time <= time and self.cover(operation.call, time) is None:
+                raise _Impossible(
+                    f"{operation.name} at {operation.source} reads a value of the stage before, between modules; read"
+                    " it"
+                    " after the last module call, or inside a module"
+                )
         for operation in self._by_values:
             if operation.time <= time and self.cover(operation.call, time) is None:
                 raise _Impossible(
@@ -218,9 +235,11 @@ class CutFinder:
                 raise _Impossible(
                     f"{each.name!r} has backward hooks, which need its forward and what it returned on one stage"
                 )
+        trains = self._trace.step == "training_step"
+        if trains and call.region and not call.gradients:
+            raise _Impossible(f"{call.name!r} runs under a re-entrant activation checkpoint; use use_reentrant=False")
         if call.region and self._regions.get(call.region, 0) > time:
             raise _Impossible("it ends inside an activation checkpoint, which is run again as a whole")
-        trains = self._trace.step == "training_step"
         for relay in relays:
             if relay.value.variable:
                 raise _Impossible(f"what {relay.source} gives has a shape that follows from values")

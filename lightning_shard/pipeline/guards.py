@@ -12,12 +12,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_shard._compat.pipelining import has_gradient_hooks
 from lightning_shard.pipeline.layout import is_laid_out
+from lightning_shard.pipeline.recompute import BATCH_NORMS
 from lightning_shard.pipeline.schedule import SCHEDULES, ScheduleName, per_rank, why_impossible
 from lightning_shard.pipeline.trace import Trace
 from lightning_shard.trial import differs, distinct_settings, train_copy, trial_problem
@@ -283,7 +283,7 @@ def _try_apart(optimizer: Optimizer) -> None:
 
 
 def _warn_about_batch_norm(module: nn.Module) -> None:
-    names = [name for name, each in module.named_modules() if isinstance(each, _BatchNorm)]
+    names = [name for name, each in module.named_modules() if isinstance(each, BATCH_NORMS)]
     if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         rank_zero_warn(

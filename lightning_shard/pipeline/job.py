@@ -21,11 +21,11 @@ from lightning_shard.pipeline.cuts import parameter_stages
 from lightning_shard.pipeline.guards import check_changes, check_loss
 from lightning_shard.pipeline.layout import ATTRIBUTE, Balance, Layout, agree, lay_out, matching_cuts
 from lightning_shard.pipeline.metrics import replica_group
+from lightning_shard.pipeline.microbatch import Microbatch
 from lightning_shard.pipeline.ownership import keep_own, make_equal, move_own, take_over
 from lightning_shard.pipeline.plans import Plans
 from lightning_shard.pipeline.replay import Replay
 from lightning_shard.pipeline.runtime import Pipeline
-from lightning_shard.pipeline.samples import sample_microbatches
 from lightning_shard.pipeline.schedule import ScheduleName, per_rank, rank_of_stage, stages_of_rank
 from lightning_shard.pipeline.seeds import mix, run_seed
 from lightning_shard.pipeline.setting import Setting
@@ -84,6 +84,7 @@ class Job:
         options: The strategy's.
         mesh: All ranks, in the dimensions ``pp``, ``dp_replicate`` and ``dp_shard``.
         device: Where this rank runs.
+        samples: For each step to come a microbatch.
 
     """
 
@@ -94,6 +95,7 @@ class Job:
         options: JobOptions,
         mesh: DeviceMesh,
         device: torch.device,
+        samples: Sequence[tuple[str, Microbatch]],
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -109,7 +111,6 @@ class Job:
         self._clipping: PipelineClipping | None = None
         self._own_now: dict[int, list[nn.Parameter]] = {}
         self._tracer = tracer = Tracer(module=module, device=device, precision=trainer.precision_plugin)
-        samples = list(sample_microbatches(trainer, module, options.microbatches))
         traces = [(step, sample.batch, tracer.trace(step, sample.batch)) for step, sample in samples]
         for _, _, trace in traces:
             if trace.step == "training_step":

@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules that keep statistics of the rows that they see."""
 
 
 class Recompute:
@@ -18,7 +20,7 @@ class Recompute:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._norms = [each for each in module.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
+        self._norms = [each for each in module.modules() if isinstance(each, BATCH_NORMS) and each.track_running_stats]
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``function`` returns; random numbers are the same when it is run again."""

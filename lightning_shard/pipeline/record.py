@@ -117,7 +117,6 @@ def _run(
     for submodule in clone.modules():
         if isinstance(submodule, pl.LightningModule):
             quiet_module(submodule, device)
-            vars(submodule)["log"] = _log_to(recorder)
         elif fake and not any(True for _ in submodule.parameters()):
             stand_in_metric(submodule)
     recorder.begins_with(microbatch, clone)
@@ -227,16 +226,6 @@ def _noting(method: Callable[..., Any], recorder: Recorder) -> Callable[..., Any
         return method(*args, **kwargs)
 
     return call
-
-
-def _log_to(recorder: Recorder) -> Callable[..., None]:
-    def log(name: str, value: Any, *_: Any, **__: Any) -> None:
-        tensors = list(tensors_in(value))
-        depends = any(recorder.value_of(tensor).depends for tensor in tensors)
-        recorder.trace.now += 1
-        recorder.trace.logged.append((name, recorder.trace.now, depends))
-
-    return log
 
 
 class _Functions(TorchFunctionMode):

@@ -25,10 +25,12 @@ class Recorder:
         self._stack: list[Call] = []
         self._counts: dict[str, int] = {}
         self._regions: list[FrameType] = []
+        self._memory: dict[int, str] = {}
         self._places: dict[tuple[str, int] | None, int] = {}
 
     def begins_with(self, batch: Any, module: nn.Module) -> None:
         """Tensors that are there before the step: of the batch, and what modules hold besides parameters."""
+        self._memory = {storage_key(parameter): name for name, parameter in module.named_parameters()}
         held = [tensor for submodule in module.modules() for tensor in tensors_in(_held(submodule))]
         for tensor in [*tensors_in(batch), *held]:
             if id(tensor) not in self._parameters and id(tensor) not in self._by_tensor:
@@ -119,7 +121,7 @@ class Recorder:
         given = {id(value.tensor) for value in operation.inputs}
         for tensor in written:
             operation.writes = True
-            parameter = self._parameters.get(id(tensor))
+            parameter = self._parameters.get(id(tensor), self._memory.get(storage_key(tensor)))
             if parameter is not None:
                 self.trace.changed.setdefault(parameter, operation.source)
                 continue

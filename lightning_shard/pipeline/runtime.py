@@ -20,6 +20,7 @@ from lightning_shard._compat.pipelining import (
 )
 from lightning_shard.pipeline.absent import AbsentTensor, absent_of
 from lightning_shard.pipeline.boundary import Boundary
+from lightning_shard.pipeline.digest import batch_digest, check_same_batch
 from lightning_shard.pipeline.effects import Effects
 from lightning_shard.pipeline.exchange import Exchange
 from lightning_shard.pipeline.logs import LogRecorder, fetch_elsewhere
@@ -195,6 +196,7 @@ class Pipeline:
 
     def _finish(self, current: _Batch) -> Any:
         known = None
+        digest = batch_digest([microbatch.batch for microbatch in current.microbatches], self.setting.device)
         entries = self._logs.merged(current.weights)
         if self.setting.has_last_stage:
             order = range(len(current.microbatches))
@@ -206,9 +208,10 @@ class Pipeline:
             loss = sum(current.losses[n] * current.weights[n] for n in order) if current.losses else None
             missing = [place for place, entry in enumerate(entries) if isinstance(entry[1], AbsentTensor)]
             shown = [(name, None if place in missing else value, kw) for place, (name, value, kw) in enumerate(entries)]
-            known = (loss, outputs, shown, missing, self._effects.changed())
+            known = (loss, outputs, shown, missing, self._effects.changed(), digest)
         self._batch = None
-        loss, outputs, shown, missing, changes = self._exchange.broadcast(current.step, known)
+        loss, outputs, shown, missing, changes, theirs = self._exchange.broadcast(current.step, known)
+        check_same_batch(current.step, digest, theirs)
         if not self.setting.has_last_stage:
             self._effects.apply(changes)
         shown = fetch_elsewhere(shown, entries, missing, self.setting.group, self.setting.device)

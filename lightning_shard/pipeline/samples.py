@@ -31,6 +31,8 @@ def sample_microbatches(
 
     """
     for step, loader in steps_to_come(trainer):
+        if loader is None:  # limit_val_batches=0 and the like
+            continue
         with isolate_rng(include_cuda=cuda_in_use()):
             batch = peek_batch(loader)
             if batch is NO_BATCH:

@@ -89,7 +89,7 @@ SCHEDULES: dict[ScheduleName, ScheduleKind] = {
         folded=False,
         splits_backward=False,
         source="Breadth-First Pipeline Parallelism (Lamy-Poirier 2023)",
-        summary="all microbatches through one of a rank's stages, then through the next; kind to sharded parameters",
+        summary="all microbatches through one of a rank's stages, then through the next",
     ),
     "zero_bubble": ScheduleKind(
         torch_name="InterleavedZeroBubble",

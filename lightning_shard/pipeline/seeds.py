@@ -38,7 +38,10 @@ def mix(*numbers: int) -> int:
 
 def seed_everything(seed: int) -> None:
     """Start the generators of torch on all devices, of numpy and of Python anew."""
-    torch.manual_seed(seed)
+    # Not torch.manual_seed, which also remembers, with the whole call stack, to seed devices that are not in use.
+    torch.default_generator.manual_seed(seed)
+    if cuda_in_use():
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 

@@ -172,9 +172,6 @@ class Trace:
     changed: dict[str, str] = field(default_factory=dict)
     """Parameters that the step changes in place, and where."""
 
-    logged: list[tuple[str, int, bool]] = field(default_factory=list)
-    """Names that the step logs, when, and whether the value depends on parameters."""
-
     loss: Value | None = None
     """The loss of a training step."""
 

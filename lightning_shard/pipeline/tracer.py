@@ -41,7 +41,15 @@ class Tracer:
         except NeedsValues as error:
             reason = str(error)
         if any(is_absent(parameter) for parameter in self.module.parameters()):
-            return self._record(step, batch, fake=True, guess=True)
+            try:
+                return self._record(step, batch, fake=True, guess=True)
+            except NeedsValues as error:
+                raise MisconfigurationException(
+                    f"{step} must be traced anew for a microbatch of other shapes, which needs fake tensors now that"
+                    " each"
+                    f" rank has its own stages only: {error}. Give batches of one shape, or keep values out of the"
+                    " step."
+                ) from error
         if has_meta_tensors(self.module):
             raise MisconfigurationException(
                 f"{step} cannot be traced on fake tensors: {reason}; and the module is on the meta device, so it"

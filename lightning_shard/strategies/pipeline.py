@@ -28,6 +28,7 @@ from lightning_shard.mesh import Mesh
 from lightning_shard.pipeline import guards, state
 from lightning_shard.pipeline.job import Job, JobOptions
 from lightning_shard.pipeline.layout import Balance
+from lightning_shard.pipeline.samples import sample_microbatches
 from lightning_shard.pipeline.schedule import ScheduleName
 from lightning_shard.units.guards import no_inference_mode
 
@@ -128,13 +129,10 @@ class PipelineStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        options = self._options()  # refuse wrong numbers of ranks before any group is made
+        mesh = self._options().mesh  # refuse wrong numbers of ranks before any group is made
         super().setup_environment()
-        mesh = options.mesh
-        shape = (mesh.pp, mesh.dp_replicate, mesh.dp_shard)
-        self._device_mesh = init_device_mesh(
-            self.root_device.type, shape, mesh_dim_names=("pp", "dp_replicate", "dp_shard")
-        )
+        shape, names = (mesh.pp, mesh.dp_replicate, mesh.dp_shard), ("pp", "dp_replicate", "dp_shard")
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         assert self.lightning_module is not None
         give_mesh(self.lightning_module, self._device_mesh)
 
@@ -188,7 +186,12 @@ class PipelineStrategy(DDPStrategy):
         guards.check_module(trainer, module)
         self.precision_plugin.convert_module(module)
         no_inference_mode(trainer)
-        self._job = Job(trainer, module, self._options(), self._device_mesh, self.root_device)
+        options = self._options()
+        samples = list(sample_microbatches(trainer, module, options.microbatches))
+        if not samples:  # no batch is going to run
+            self.setup_precision_plugin()
+            return
+        self._job = Job(trainer, module, options, self._device_mesh, self.root_device, samples)
         if trainer.state.fn == TrainerFn.FITTING:
             leave_backward_to_strategy(trainer)
             self.setup_optimizers(trainer)
@@ -214,7 +217,7 @@ class PipelineStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         trainer = module.trainer
-        batch_idx = self._batch_idx(args, kwargs)
+        batch_idx = _batch_idx(args, kwargs)
         zero_gradients(trainer, batch_idx)
         self.job.pipeline.on_backward = lambda loss: call_hooks(trainer, "on_before_backward", loss)
         result = self.job.train(batch, args, kwargs, batch_idx, 1.0 / trainer.accumulate_grad_batches)
@@ -225,18 +228,15 @@ class PipelineStrategy(DDPStrategy):
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.job.evaluate("validation_step", batch, args, kwargs, self._batch_idx(args, kwargs))
+        return self.job.evaluate("validation_step", batch, args, kwargs, _batch_idx(args, kwargs))
 
     @override
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.job.evaluate("test_step", batch, args, kwargs, self._batch_idx(args, kwargs))
+        return self.job.evaluate("test_step", batch, args, kwargs, _batch_idx(args, kwargs))
 
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.job.evaluate("predict_step", batch, args, kwargs, self._batch_idx(args, kwargs))
-
-    def _batch_idx(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        return int(kwargs.get("batch_idx", args[0] if args else 0))
+        return self.job.evaluate("predict_step", batch, args, kwargs, _batch_idx(args, kwargs))
 
     @override
     def optimizer_step(
@@ -344,3 +344,7 @@ class PipelineStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: `lightning_shard.registry` holds the names."""
+
+
+def _batch_idx(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return int(kwargs.get("batch_idx", args[0] if args else 0))

@@ -40,6 +40,9 @@ _GUESSES: dict[str, Callable[..., Any]] = {
     "allclose": lambda one, other, *_, **__: True,
     "__getitem__": lambda tensor, index: tensor[_as_rows(index)],
     "masked_select": lambda tensor, mask: (tensor + torch.zeros_like(mask, dtype=tensor.dtype)).reshape(-1),
+    "where": lambda mask: tuple(torch.zeros(mask.numel(), dtype=torch.long, device=mask.device) for _ in mask.shape),
+    "argwhere": lambda tensor: torch.zeros(tensor.numel(), tensor.dim(), dtype=torch.long, device=tensor.device),
+    "unique": lambda tensor, **_: tensor.reshape(-1),
     "nonzero": lambda tensor, **_: torch.zeros(tensor.numel(), tensor.dim(), dtype=torch.long, device=tensor.device),
 }
 """What to go on with where a value is wanted; where only its number of rows is unknown, the most that it can have."""

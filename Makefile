@@ -12,7 +12,7 @@ RUN := OMP_NUM_THREADS=1 PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python
 TYPED := lightning_shard cli examples benchmarks tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench test-nvme lock clean venv cxx libaio
+.PHONY: help demo test test-full lint bench test-nvme lock clean venv cxx libaio
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -24,6 +24,9 @@ demo: venv ## Train a byte-level GPT on 2 CPU ranks under zero3_offload, beside 
 test: venv ## Run all tests but those that need the NVMe operator
 	@$(RUN) -m pytest
 
+test-full: venv ## Train every model under every pipeline schedule, and write docs/pipeline_matrix.md
+	@$(RUN) -m pytest -m full --timeout=900
+
 lint: venv ## Check style, formatting and types
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
@@ -32,6 +35,7 @@ lint: venv ## Check style, formatting and types
 bench: venv ## Compare Trainer steps with bare loops of the engines
 	@$(RUN) benchmarks/zero.py
 	@$(RUN) benchmarks/fsdp.py
+	@$(RUN) benchmarks/pipeline.py
 
 test-nvme: cxx libaio venv ## Run the NVMe tests; their operator compiles for minutes the first time
 	@$(RUN) -m pytest -m nvme --timeout=3000

@@ -10,7 +10,9 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 import lightning_shard
 from lightning_shard import registry
 from lightning_shard.config import Offload
+from lightning_shard.pipeline.schedule import SCHEDULES
 from lightning_shard.registry import NAMES, available_names, nearest_name
+from lightning_shard.strategies.pipeline import PipelineStrategy
 from lightning_shard.strategies.zero import ZeROStrategy
 
 EXPECTED = {
@@ -48,6 +50,18 @@ def test_a_trainer_gets_the_stage_and_the_offload_of_the_name(name: str) -> None
 
 def test_every_zero_name_is_tested_here() -> None:
     assert set(EXPECTED) == {name for name, entry in NAMES.items() if entry.strategy_class() is ZeROStrategy}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_of_pipelines_has_a_name(schedule: str) -> None:
+    strategy = trainer(f"pipeline_{schedule}").strategy
+    assert type(strategy) is PipelineStrategy
+    assert strategy._schedule == schedule
+
+
+def test_every_pipeline_name_is_tested_here() -> None:
+    named = {name for name, entry in NAMES.items() if entry.strategy_class() is PipelineStrategy}
+    assert named == {f"pipeline_{schedule}" for schedule in SCHEDULES}
 
 
 def test_names_are_found_in_any_case() -> None:

@@ -26,7 +26,9 @@ ForwardChunk = Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 def compiled_call(module: nn.Module) -> str:
     """The attribute through which a module is called: its forward, or what ``module.compile()`` put in its place."""
-    return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+    call = getattr(module, "_compiled_call_impl", None)
+    # What a pipeline has put there leads to the forward.
+    return "forward" if call is None or getattr(call, "is_replay", False) else "_compiled_call_impl"
 
 
 def replace_call(module: nn.Module, call: Any) -> None:

@@ -35,7 +35,7 @@ class Boundary(torch.autograd.Function):
         results = []
         for tensor in tensors[received:]:
             alone = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            results.append(alone.set_(tensor.detach().contiguous()))  # type: ignore[call-overload]
+            results.append(alone.set_(tensor.detach().resolve_conj().contiguous()))  # type: ignore[call-overload]
         constant = [made for made, tensor in zip(results, tensors[received:], strict=True) if not tensor.requires_grad]
         ctx.mark_non_differentiable(*constant)
         return tuple(results)

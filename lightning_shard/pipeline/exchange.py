@@ -39,7 +39,7 @@ class Exchange:
         sends = dist.get_rank() == self._source
         blob, tensors = _pack(value) if sends else (b"", [])
         known = self._known.get(channel)
-        scalars = 0 if known is None else sum(1 for shape, _ in known[2] if not shape)
+        scalars = 0 if known is None else sum(_slots(*entry) for entry in known[2])
         same = known is not None and known[0] == blob
         message = torch.zeros(1 + scalars, dtype=torch.float64, device=self._device)
         if sends:
@@ -49,7 +49,7 @@ class Exchange:
         dist.broadcast(message, src=self._source, group=self._group)
         if int(message[0]):
             self._learn(channel, blob if sends else None, int(message[0]))
-            count = sum(1 for shape, _ in self._known[channel][2] if not shape)
+            count = sum(_slots(*entry) for entry in self._known[channel][2])
             message = torch.zeros(1 + count, dtype=torch.float64, device=self._device)
             if sends:
                 _fill(message[1:], tensors)
@@ -74,9 +74,10 @@ class Exchange:
         received: list[Tensor] = []
         place = 0
         for number, (shape, dtype) in enumerate(self._known[channel][2]):
-            if not shape:
-                received.append(scalars[place].to(dtype))
-                place += 1
+            if slots := _slots(shape, dtype):
+                numbers = scalars[place : place + slots]
+                received.append(numbers[0].to(dtype) if slots == 1 else _whole(numbers).to(dtype))
+                place += slots
                 continue
             tensor = own[number] if own is not None else torch.empty(shape, dtype=dtype)
             tensor = tensor.detach().to(self._device).contiguous()
@@ -84,6 +85,13 @@ class Exchange:
             dist.broadcast(raw, src=self._source, group=self._group)
             received.append(tensor)
         return received
+
+
+def _slots(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """How many numbers of type fp64 carry a tensor exactly; 0 for one that travels by itself."""
+    if shape or dtype.is_complex:
+        return 0
+    return 2 if dtype in (torch.int64, torch.uint64) else 1
 
 
 def _pack(value: Any) -> tuple[bytes, list[Tensor]]:
@@ -99,6 +107,18 @@ def _pack(value: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def _fill(message: Tensor, tensors: list[Tensor]) -> None:
-    scalars = [tensor.to(message.device, torch.float64) for tensor in tensors if not tensor.dim()]
-    if scalars:
-        message.copy_(torch.stack(scalars))
+    numbers: list[Tensor] = []
+    for tensor in tensors:
+        slots = _slots(tuple(tensor.shape), tensor.dtype)
+        if slots == 2:  # fp64 holds 53 bits
+            whole = tensor.to(message.device, torch.int64)
+            numbers += [(whole >> 32).double(), (whole & 0xFFFFFFFF).double()]
+        elif slots:
+            numbers.append(tensor.to(message.device, torch.float64))
+    if numbers:
+        message.copy_(torch.stack(numbers))
+
+
+def _whole(halves: Tensor) -> Tensor:
+    parts = halves.to(torch.int64)
+    return torch.bitwise_or(parts[0] << 32, parts[1])

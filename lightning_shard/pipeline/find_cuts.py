@@ -10,12 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_shard.pipeline.cuts import Cut, Refused, Relay
+from lightning_shard.pipeline.functions import READING
 from lightning_shard.pipeline.trace import Call, Operation, Trace, Value
-
-_READING = frozenset(
-    "item tolist numpy __bool__ __int__ __float__ __index__ __format__ __contains__ is_nonzero equal allclose".split()
-)
-"""Functions that need the values of tensors."""
 
 
 class _Impossible(Exception):
@@ -68,7 +64,8 @@ class CutFinder:
         self._reads = [
             operation
             for operation in trace.operations
-            if operation.name in _READING and any(value.depends for value in operation.inputs)
+            # Hooks that read values do nothing on stages that do not have them.
+            if operation.name in READING and not operation.hook and any(value.depends for value in operation.inputs)
         ]
         self._by_values = [
             operation
@@ -144,7 +141,7 @@ class CutFinder:
         if not need.relays:
             return None
         self._check_place(call, need.relays.values())
-        stale_versions(need.relays.values(), self._trace)
+        self.stale_versions(need.relays.values(), time)
         ordered = tuple(sorted(need.relays.values(), key=lambda relay: relay.value.index))
         return Cut(time=time, call=call, keys=(call.key,), relays=ordered, parameters=need.parameters)
 
@@ -200,6 +197,34 @@ class CutFinder:
             need = need | self._need(value, time, known)
         return need
 
+    def stale_versions(self, relays: Iterable[Relay], time: int) -> dict[int, int]:
+        """Values that a call which is left out has changed in place: for each older version the one that is handed on.
+
+        Both are one tensor, which the step may use by either name.
+
+        Raises:
+            _Impossible: If both versions are needed, or the tensor was made where it is made again.
+
+        """
+        handed = {relay.value.index: relay for relay in relays}
+        stale: dict[int, int] = {}
+        for index, relay in handed.items():
+            operation = relay.value.operation
+            if operation is None or not operation.writes or relay.operation is not None:
+                continue
+            for older in self._trace.values[:index]:
+                if older.tensor is not relay.value.tensor:
+                    continue
+                if older.index in handed:
+                    raise _Impossible(
+                        f"{relay.source} changes what {handed[older.index].source} returned in place, and both are"
+                        " needed"
+                    )
+                if self.cover(older.call, time) is None:
+                    raise _Impossible(f"{relay.source} changes a tensor in place that was made outside of it")
+                stale[older.index] = index
+        return stale
+
     def _check_place(self, call: Call, relays: Iterable[Relay]) -> None:
         time = call.end
         for operation in self._grads:
@@ -225,11 +250,7 @@ class CutFinder:
                 )
         for opaque in self._opaque:
             if self.cover(opaque, time) is opaque:
-                raise _Impossible(
-                    f"{opaque.name!r} returns a {opaque.opaque}, in which tensors cannot be replaced; return a dict or"
-                    " a"
-                    " dataclass"
-                )
+                raise _Impossible(f"{opaque.name!r} {opaque.opaque}")
         for each in call.around():
             if each.hooked and (each.end > time or each is call):
                 raise _Impossible(
@@ -268,32 +289,6 @@ class CutFinder:
     def _operation_in(self, start: int, end: int) -> bool:
         place = bisect.bisect_right(self._trace.operations, start, key=lambda operation: operation.time)
         return place < len(self._trace.operations) and self._trace.operations[place].time <= end
-
-
-def stale_versions(relays: Iterable[Relay], trace: Trace) -> dict[int, int]:
-    """Values that a call which is left out has changed in place: for each older version the one that is handed on.
-
-    Both are one tensor, which the step may use by either name.
-
-    Raises:
-        _Impossible: If both versions are needed.
-
-    """
-    handed = {relay.value.index: relay for relay in relays}
-    stale: dict[int, int] = {}
-    for index, relay in handed.items():
-        operation = relay.value.operation
-        if operation is None or not operation.writes or relay.operation is not None:
-            continue
-        for older in trace.values[:index]:
-            if older.tensor is not relay.value.tensor:
-                continue
-            if older.index in handed:
-                raise _Impossible(
-                    f"{relay.source} changes what {handed[older.index].source} returned in place, and both are needed"
-                )
-            stale[older.index] = index
-    return stale
 
 
 def _dependent_calls(trace: Trace) -> set[int]:

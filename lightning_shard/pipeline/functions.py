@@ -4,6 +4,12 @@ from typing import Any
 
 from lightning_shard.units.watch import DESCRIPTIONS, VALUES_OF
 
+READING = frozenset(
+    "item tolist numpy __array__ __bool__ __int__ __float__ __index__ __format__ __contains__ is_nonzero equal"
+    " allclose".split()
+)
+"""Names of operations that need the values of tensors and give something that is no tensor."""
+
 
 def operation_name(func: Any) -> str | None:
     """The name of an operation, or ``None`` for what only describes a tensor.

@@ -132,6 +132,8 @@ def check_module(trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
                 " modules,"
                 " and each rank has its own stages' weights only. Leave it out, or use strategy='fsdp2'."
             )
+    if fits:
+        _check_gradient_hooks(trainer, module)
     if not any(True for _ in module.parameters()):
         raise MisconfigurationException(
             f"{kind} has no parameters, so there is nothing to divide. Use strategy='auto'."
@@ -192,6 +194,22 @@ def check_loss(trace: Trace, kind: str) -> None:
         raise MisconfigurationException(
             f"{kind}.training_step returned a loss that does not depend on any of the module's parameters."
         )
+
+
+def check_recomputation(trace: Trace) -> None:
+    """Refuse to run a step again in backward that has a backward of its own.
+
+    Raises:
+        MisconfigurationException: Naming the line.
+
+    """
+    for operation in trace.operations:
+        if operation.name == "grad":
+            raise MisconfigurationException(
+                "PipelineStrategy(activation_checkpointing=True) runs a stage's forward again in backward, which"
+                " cannot be"
+                f" done for a step that calls torch.autograd.grad (at {operation.source}). Switch it off."
+            )
 
 
 def check_file(path: Any) -> None:
@@ -280,6 +298,43 @@ def _try_apart(optimizer: Optimizer) -> None:
                     f" {wrong[1]:.1e}, and apart, as the stages of a pipeline are, by an amount that differs by"
                     f" {wrong[0]:.1e}. Choose an optimizer that treats each parameter by itself, such as AdamW."
                 )
+
+
+_GRADIENT_HOOKS = "configure_gradient_clipping on_before_optimizer_step on_after_backward optimizer_step".split()
+
+
+def _check_gradient_hooks(trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+    """Norms that torch or Lightning takes of the gradients here are those of this rank's stages only."""
+    for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
+        for name in _GRADIENT_HOOKS:
+            used = getattr(getattr(getattr(owner, name, None), "__code__", None), "co_names", ())
+            if norm := {"clip_grad_norm_", "get_total_norm", "clip_grad_norm"} & set(used):
+                raise MisconfigurationException(
+                    f"{type(owner).__name__}.{name} calls {min(norm)}, which on each rank sees the gradients of that"
+                    " rank's"
+                    " stages only, so stages would be clipped apart. Use Trainer(gradient_clip_val=...), or"
+                    " `self.clip_gradients(optimizer, ...)` of the LightningModule, which take the norm over all"
+                    " stages."
+                )
+            if "grad_norm" in used:
+                rank_zero_warn(
+                    f"{type(owner).__name__}.{name} calls grad_norm, which on each rank sees the gradients of that"
+                    " rank's"
+                    " stages only. `trainer.strategy.gradient_norm()`, called on all ranks, is that of all."
+                )
+
+
+def warn_about_buffers(trace: Trace, kind: str) -> None:
+    """Tell of buffers that the step itself changes."""
+    for name, value in trace.buffers.items():
+        if any(
+            o.writes and o.call is None and value.tensor is o.inputs[0].tensor for o in trace.operations if o.inputs
+        ):
+            rank_zero_warn(
+                f"{kind}.{trace.step} changes buffer {name!r} in place, which a pipeline does once for every"
+                " microbatch, not"
+                " once for every batch. Do it in `on_train_batch_end` if that matters."
+            )
 
 
 def _warn_about_batch_norm(module: nn.Module) -> None:

@@ -26,6 +26,8 @@ class ReplayedCall:
 
     """
 
+    is_replay = True
+
     def __init__(self, replay: "Replay", name: str, module: nn.Module) -> None:
         self._replay = replay
         self._name = name

@@ -1,8 +1,7 @@
 """One use of a pipeline by a Trainer: everything from the traces to the gradients of an optimizer step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -13,66 +12,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_shard.mesh import Mesh
 from lightning_shard.pipeline import state
 from lightning_shard.pipeline.absent import is_absent
 from lightning_shard.pipeline.clipping import PipelineClipping
 from lightning_shard.pipeline.cuts import parameter_stages
-from lightning_shard.pipeline.guards import check_changes, check_loss
-from lightning_shard.pipeline.layout import ATTRIBUTE, Balance, Layout, agree, lay_out, matching_cuts
+from lightning_shard.pipeline.guards import check_changes, check_loss, check_recomputation, warn_about_buffers
+from lightning_shard.pipeline.layout import ATTRIBUTE, Layout, agree, lay_out, matching_cuts
 from lightning_shard.pipeline.metrics import replica_group
 from lightning_shard.pipeline.microbatch import Microbatch
 from lightning_shard.pipeline.ownership import keep_own, make_equal, move_own, take_over
 from lightning_shard.pipeline.plans import Plans
 from lightning_shard.pipeline.replay import Replay
 from lightning_shard.pipeline.runtime import Pipeline
-from lightning_shard.pipeline.schedule import ScheduleName, per_rank, rank_of_stage, stages_of_rank
+from lightning_shard.pipeline.schedule import per_rank, stages_of_rank
 from lightning_shard.pipeline.seeds import mix, run_seed
-from lightning_shard.pipeline.setting import Setting
+from lightning_shard.pipeline.setting import JobOptions, Setting
 from lightning_shard.pipeline.shards import StageShards
 from lightning_shard.pipeline.tied import reduce_gradients, sum_gradients, tied_groups
 from lightning_shard.pipeline.trace import Trace
 from lightning_shard.pipeline.tracer import Tracer
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """A strategy's arguments, with the numbers of this run."""
-
-    mesh: Mesh
-    """Pipelines and replicas."""
-
-    microbatches: int
-    """Into how many a batch is split."""
-
-    schedule: ScheduleName
-    """The order of forwards and backwards."""
-
-    stages_per_rank: int
-    """Stages of a rank in schedules that have several."""
-
-    split: Literal["auto"] | list[str]
-    """Where stages end."""
-
-    balance: Balance
-    """What an automatic split evens out."""
-
-    activation_checkpointing: bool
-    """Whether forwards are run again in backward."""
-
-    precision: str
-    """The Trainer's precision."""
-
-    @property
-    def stages(self) -> int:
-        """Stages of a pipeline."""
-        return self.mesh.pp * per_rank(self.schedule, self.stages_per_rank)
-
-    def rank_of(self, stage: int) -> int:
-        """The place in the pipeline of a stage's rank."""
-        return rank_of_stage(self.schedule, stage, self.mesh.pp, self.stages_per_rank)
 
 
 class Job:
@@ -116,6 +76,9 @@ class Job:
             if trace.step == "training_step":
                 check_changes(trace.changed, type(module).__name__)
                 check_loss(trace, type(module).__name__)
+                if options.activation_checkpointing:
+                    check_recomputation(trace)
+                warn_about_buffers(trace, type(module).__name__)
         known: tuple[Layout, dict[str, Any]] | None = vars(module).get(ATTRIBUTE)
         if known is None:
             self.layout = lay_out(
@@ -241,15 +204,26 @@ class Job:
     # --- steps ---
 
     def train(
-        self, batch: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], batch_idx: int, scale: float
+        self,
+        batch: Any,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        batch_idx: int,
+        scale: float,
+        steps: bool,
     ) -> Any:
-        """Forward and backward of a batch; gradients are added to this rank's parameters."""
+        """Forward and backward of a batch; gradients are added to this rank's parameters.
+
+        ``steps``: the optimizer steps after it, so that gradients are to be summed over ranks.
+        """
         if self._shards is not None:
             self._shards.gather()
             self._own_now.clear()
         result = self.pipeline.train(batch, arguments, keywords, self._seed("training_step", batch_idx), scale)
         if self._shards is not None:
             self._shards.after_training()
+        if steps:
+            self._reduce_gradients()
         return result
 
     def evaluate(
@@ -264,16 +238,9 @@ class Job:
         return result
 
     def _seed(self, step: str, batch_idx: int) -> int:
-        setting = self.pipeline.setting
-        trainer = self._trainer
-        return mix(
-            setting.seed,
-            _STEPS.index(step),
-            trainer.current_epoch,
-            trainer.global_step,
-            batch_idx,
-            setting.replica,
-        )
+        setting, trainer = self.pipeline.setting, self._trainer
+        place = (trainer.current_epoch, trainer.global_step, batch_idx)
+        return mix(setting.seed, _STEPS.index(step), *place, setting.replica)
 
     def train_with(self, optimizers: Sequence[Optimizer]) -> None:
         """Clip as one process would."""
@@ -287,7 +254,7 @@ class Job:
         shards = self.replicas if self._sharded is not None else None
         self._clipping = PipelineClipping(self._trainer.precision_plugin, self._group, shards, counts, self._device)
 
-    def reduce_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         """Sum the gradients of tied parameters over stages, and average over pipelines. Collective."""
         if self._shards is not None:
             self._shards.reduce()
@@ -296,6 +263,11 @@ class Job:
         if self._options.mesh.dp_replicate > 1:
             here = [parameter for parameter in parameters.values() if not is_absent(parameter)]
             reduce_gradients(here, self.replicas, average=True)
+
+    def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor:
+        """The 2-norm of all stages' gradients. Collective."""
+        assert self._clipping is not None
+        return self._clipping.norm(state.trained_here(optimizers))
 
     def decide(self, decision: bool, all_of_them: bool) -> bool:
         """Whether all ranks decided so, or any. Collective."""

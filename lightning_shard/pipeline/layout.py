@@ -130,7 +130,10 @@ def matching_cuts(trace: Trace, layout: Layout, uses: dict[str, set[int]] | None
     for boundary, keys in enumerate(layout.cuts):
         after = chosen[-1].time if chosen else 0
         same = [cut for cut in found if cut.time > after and set(cut.keys) & set(keys)]
-        cut = same[0] if same else _by_owners(trace, found, owners, boundary, after)
+        fitting = _by_owners(trace, found, owners, boundary, after)
+        cut = next((each for each in same if each in fitting), None)
+        if cut is None:
+            cut = min(fitting, key=lambda each: each.crossing_bytes, default=same[0] if same else None)
         if cut is None:
             raise MisconfigurationException(
                 f"{trace.step} cannot be cut where stage {boundary} ends, behind {keys[-1][0]!r}: it calls its modules"
@@ -144,8 +147,8 @@ def matching_cuts(trace: Trace, layout: Layout, uses: dict[str, set[int]] | None
 
 def _by_owners(
     trace: Trace, found: Sequence[Cut], owners: dict[str, tuple[int, ...]], boundary: int, after: int
-) -> Cut | None:
-    """A cut with the parameters of the stages up to ``boundary`` before it and the others behind it."""
+) -> list[Cut]:
+    """The cuts with the parameters of the stages up to ``boundary`` before them and the others behind them."""
     before, behind = after, trace.end
     for name, time, _ in trace.uses():
         stages = owners.get(name, ())
@@ -153,8 +156,7 @@ def _by_owners(
             before = max(before, time)
         elif stages and min(stages) > boundary:
             behind = min(behind, time)
-    fitting = [cut for cut in found if after < cut.time and before <= cut.time < behind]
-    return min(fitting, key=lambda cut: cut.crossing_bytes, default=None)
+    return [cut for cut in found if after < cut.time and before <= cut.time < behind]
 
 
 def _choose(

@@ -1,6 +1,7 @@
 """torchmetrics in a pipeline: the last stage counts, and before a value is computed the other ranks take its counts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,17 +24,26 @@ class MetricSync:
     def __init__(self, module: "pl.LightningModule", exchange: Exchange, replicas: Any) -> None:
         self._exchange = exchange
         self._undo: list[Callable[[], None]] = []
-        self.inside_step = False
+        self._in_step = False
         for name, metric in module.named_modules():
             if isinstance(metric, Metric):
                 self._watch(name, metric, replicas)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Inside a step a metric is computed from what this rank has."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
 
     def _watch(self, name: str, metric: Metric, replicas: Any) -> None:
         compute = metric.compute
         group, available = metric.process_group, metric.distributed_available_fn
 
         def from_last_stage() -> Any:
-            if not self.inside_step and not metric._is_synced:
+            if not self._in_step and not metric._is_synced:
                 self._take(name, metric)
             return compute()
 

@@ -40,12 +40,17 @@ class Recompute:
 
     @contextmanager
     def _statistics_kept(self) -> Iterator[None]:
-        """Normalise by the batch, as in training, without moving the running statistics."""
-        training = [norm for norm in self._norms if norm.training]
-        for norm in training:
-            norm.track_running_stats = False
+        """Let the running statistics move on copies that are thrown away."""
+        kept = [
+            (norm, name, buffer)
+            for norm in self._norms
+            if norm.training
+            for name, buffer in norm.named_buffers(recurse=False)
+        ]
+        for norm, name, buffer in kept:
+            setattr(norm, name, buffer.clone())
         try:
             yield
         finally:
-            for norm in training:
-                norm.track_running_stats = True
+            for norm, name, buffer in kept:
+                setattr(norm, name, buffer)

@@ -22,7 +22,7 @@ from lightning_shard._compat.dry_run import (
     quiet_trainer,
     stand_in_metric,
 )
-from lightning_shard._compat.pipelining import compiled_call
+from lightning_shard._compat.pipelining import call_with_hooks, compiled_call, replace_call
 from lightning_shard._compat.process import is_compiled
 from lightning_shard._compat.recording import OperatorWatch, has_backward_hooks, version
 from lightning_shard.pipeline.absent import AbsentTensor
@@ -107,7 +107,9 @@ def _run(
     fake = recorder.trace.fake
     mode = fake_mode()
     trainer = attached_trainer(module)
-    replaced = [] if trainer is None else [(trainer, quiet_trainer(trainer, step))]
+    replaced: list[tuple[Any, Any]] = [] if trainer is None else [(trainer, quiet_trainer(trainer, step))]
+    # What pipelines keep on the module is no part of it.
+    replaced += [(value, value) for name, value in vars(module).items() if name.startswith("_lightning_shard")]
     copier = (_FakeCopier if fake else _RealCopier)(mode, device, replaced)
     clone: pl.LightningModule = copier(module)
     microbatch = copier(batch)
@@ -186,6 +188,7 @@ def _wrap(clone: nn.Module, recorder: Recorder, compiled: set[str]) -> None:
             for method in ("forward", "update"):
                 vars(submodule)[method] = _noting(getattr(submodule, method), recorder)
         vars(submodule)["forward"] = _recorded(submodule, name, recorder)
+        replace_call(submodule, _noting_hooks(submodule, recorder))
 
 
 def _recorded(module: nn.Module, name: str, recorder: Recorder) -> Callable[..., Any]:
@@ -194,14 +197,27 @@ def _recorded(module: nn.Module, name: str, recorder: Recorder) -> Callable[...,
     def call(*args: Any, **kwargs: Any) -> Any:
         record = recorder.enter(name, (args, kwargs), has_backward_hooks(module))
         before = _settings(module)
+        hooked, recorder.in_hooks = recorder.in_hooks, False
         try:
             result = forward(*args, **kwargs)
-            recorder.leave(record, result)
             after = _settings(module)
             record.settings = {key: value for key, value in after.items() if before.get(key, _NOTHING) != value}
+            recorder.leave(record, result)
         finally:
             recorder.unwind(record)
+            recorder.in_hooks = hooked
         return result
+
+    return call
+
+
+def _noting_hooks(module: nn.Module, recorder: Recorder) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outside, recorder.in_hooks = recorder.in_hooks, True
+        try:
+            return call_with_hooks(module, args, kwargs)
+        finally:
+            recorder.in_hooks = outside
 
     return call
 

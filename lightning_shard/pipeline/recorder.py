@@ -10,7 +10,16 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.pipeline.structure import ParameterSlot, Slot, hidden_tensors, map_leaves, tensors_in
+from lightning_shard.pipeline.functions import READING
+from lightning_shard.pipeline.structure import (
+    ParameterSlot,
+    Slot,
+    has_plain_leaf,
+    hidden_tensors,
+    map_leaves,
+    plain_content,
+    tensors_in,
+)
 from lightning_shard.pipeline.trace import Call, Operation, Trace, Value, storage_key
 
 
@@ -26,6 +35,7 @@ class Recorder:
         self._counts: dict[str, int] = {}
         self._regions: list[FrameType] = []
         self._memory: dict[int, str] = {}
+        self.in_hooks = False
         self._places: dict[tuple[str, int] | None, int] = {}
 
     def begins_with(self, batch: Any, module: nn.Module) -> None:
@@ -35,6 +45,7 @@ class Recorder:
         for tensor in [*tensors_in(batch), *held]:
             if id(tensor) not in self._parameters and id(tensor) not in self._by_tensor:
                 self._add(tensor, depends=False, operation=None)
+        self.trace.batch = [self.value_of(tensor) for tensor in tensors_in(batch)]
         self.trace.buffers = {name: self.value_of(buffer) for name, buffer in module.named_buffers()}
 
     # --- modules ---
@@ -55,6 +66,8 @@ class Recorder:
             arguments=values,
             hooked=hooked,
         )
+        if content := plain_content(arguments):
+            call.given = (arguments, content)
         self._stack.append(call)
         self.trace.calls.append(call)
         return call
@@ -73,7 +86,15 @@ class Recorder:
         self.trace.now += 1
         call.gradients = torch.is_grad_enabled()
         call.template = map_leaves(result, Tensor, note)
-        call.opaque = hidden_tensors(result)
+        if call.reads and (call.settings or has_plain_leaf(result)):
+            call.opaque = (
+                "gives a number or a decision that may follow from values; let it return a tensor (no .item())"
+            )
+        elif kind := hidden_tensors(result):
+            call.opaque = f"returns a {kind}, in which tensors cannot be replaced; return a dict or a dataclass"
+        elif call.given is not None and plain_content(call.given[0]) != call.given[1]:
+            call.opaque = "changes a list or dict that it is given; return what it has to say"
+        call.given = None
         call.end = self.trace.now
 
     def unwind(self, call: Call) -> None:
@@ -98,6 +119,9 @@ class Recorder:
             for value in inputs:
                 value.last_use = self.trace.now
         region, source = self._place()
+        if name in READING and not self.in_hooks:
+            for call in self._stack:
+                call.reads = True
         operation = Operation(
             time=self.trace.now,
             name=name,
@@ -107,6 +131,7 @@ class Recorder:
             writes=False,
             source=source,
             region=region,
+            hook=self.in_hooks,
         )
         if name:
             caller = operation.call.key if operation.call is not None else None
@@ -228,5 +253,13 @@ def _follows_values(operation: Operation, arguments: Any) -> bool:
 
 
 def _held(module: nn.Module) -> list[Any]:
+    """Tensors in attributes of a module, and in lists and dicts there; other objects are not looked into."""
     inside = {"_parameters", "_modules"}
-    return [content for name, content in vars(module).items() if name not in inside and not name.endswith("_hooks")]
+    contents = [content for name, content in vars(module).items() if name not in inside and not name.endswith("_hooks")]
+    held: list[Any] = []
+    for content in contents:
+        items = content.values() if isinstance(content, dict) else content
+        held += [content] if isinstance(content, Tensor) else []
+        if isinstance(content, dict | list | tuple):
+            held += [item for item in items if isinstance(item, Tensor)]
+    return held

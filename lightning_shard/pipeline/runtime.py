@@ -33,6 +33,7 @@ from lightning_shard.pipeline.schedule import per_rank, stages_of_rank, why_impo
 from lightning_shard.pipeline.seeds import mix, own_numbers, seed_everything
 from lightning_shard.pipeline.setting import Setting
 from lightning_shard.pipeline.stages import StagePlan
+from lightning_shard.pipeline.structure import map_leaves
 
 
 @dataclass(kw_only=True)
@@ -133,7 +134,7 @@ class Pipeline:
         count = len(current.microbatches)
         schedule = self._schedule(count)
         self._announced = False
-        with own_numbers(), self._logs.recording(), self._inside(), torch.enable_grad():
+        with own_numbers(), self._logs.recording(), self.metrics.in_step(), torch.enable_grad():
             numbers = torch.arange(count)
             if self.setting.has_last_stage:
                 schedule.step(target=numbers, losses=[], return_outputs=False)
@@ -149,7 +150,7 @@ class Pipeline:
     def evaluate(self, step: str, batch: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], seed: int) -> Any:
         """Forward of all microbatches; returns what one process' step would return, on every rank."""
         current = self._begin(step, batch, arguments, keywords, seed, 1.0)
-        with own_numbers(), self._logs.recording(), self._inside(), torch.no_grad():
+        with own_numbers(), self._logs.recording(), self.metrics.in_step(), torch.no_grad():
             run_forward_only(self._stages, len(current.microbatches))
         return self._finish(current)
 
@@ -266,7 +267,8 @@ class Pipeline:
         seed_everything(seed)
         self._logs.begin(chunk)
         method = getattr(self._module, batch.step)
-        microbatch = batch.microbatches[chunk].batch
+        # A batch of its own for every run: a step may take things out of it, or change it in place.
+        microbatch = map_leaves(batch.microbatches[chunk].batch, Tensor, torch.clone if plan.writes_batch else _same)
 
         def step() -> Any:
             with self._precision.forward_context():
@@ -325,21 +327,9 @@ class Pipeline:
                 loss = absent_of((), torch.get_default_dtype(), self.setting.device, "the last stage's loss")
             self.on_backward(loss)
 
-    def _inside(self) -> Any:
-        return _Flag(self.metrics)
 
-
-class _Flag:
-    """Inside a step a metric is computed from what this rank has."""
-
-    def __init__(self, metrics: MetricSync) -> None:
-        self._metrics = metrics
-
-    def __enter__(self) -> None:
-        self._metrics.inside_step = True
-
-    def __exit__(self, *_: object) -> None:
-        self._metrics.inside_step = False
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _loss_of(output: Any, target: Any) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_shard.pipeline.cuts import Cut, Relay, stage_of
-from lightning_shard.pipeline.find_cuts import CutFinder, stale_versions
+from lightning_shard.pipeline.find_cuts import CutFinder
 from lightning_shard.pipeline.trace import Call, Trace
 
 Key = tuple[str, int]
@@ -127,6 +127,9 @@ class StagePlan:
     outermost: frozenset[Key]
     """On the last stage the calls that lie wholly in it and in no other such call, and use parameters."""
 
+    writes_batch: bool
+    """Whether the step changes tensors of its batch in place."""
+
     reseeds: frozenset[Key]
     """Calls after which random numbers start anew, so that all stages draw the same."""
 
@@ -192,6 +195,7 @@ def plan_stages(trace: Trace, cuts: Sequence[Cut]) -> list[StagePlan]:
                 outermost=_outermost(trace, before.time if before is not None else 0)
                 if behind is None
                 else frozenset(),
+                writes_batch=any(value.mutated is not None for value in trace.batch),
                 reseeds=reseeds,
             )
         )
@@ -204,12 +208,16 @@ def _wires(cut: Cut | None) -> tuple[Wire, ...]:
             value=relay.value.index,
             shape=tuple(relay.value.tensor.shape),
             dtype=relay.value.tensor.dtype,
-            gradient=relay.value.expects_gradient and relay.value.tensor.dtype.is_floating_point,
+            gradient=relay.value.expects_gradient and _is_continuous(relay.value.tensor.dtype),
             written=relay.value.mutated is not None,
             source=relay.source,
         )
         for relay in (cut.relays if cut is not None else ())
     )
+
+
+def _is_continuous(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _places(relays: Iterable[Relay]) -> dict[Place, tuple[tuple[int, int], ...]]:
@@ -248,7 +256,7 @@ def _stubs(trace: Trace, cut: Cut, finder: CutFinder) -> dict[Key, Stub]:
             counts[call.name] = counts.get(call.name, 0) + 1
         for attribute, value in call.settings.items():
             settings.setdefault(id(covering), []).append((call.name, attribute, value))
-    stale = stale_versions(cut.relays, trace)
+    stale = finder.stale_versions(cut.relays, cut.time)
     attributes: dict[int, list[tuple[str, str, int]]] = {}
     for relay in cut.relays:
         if relay.attribute is not None and relay.call is not None:

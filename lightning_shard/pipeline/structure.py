@@ -127,6 +127,35 @@ def _object(value: Any, kind: Kind, function: Callable[[Any], Any], memo: dict[i
     return new
 
 
+def has_plain_leaf(value: Any) -> bool:
+    """Whether a structure holds a number, a text or nothing where it could hold something else."""
+    found: list[Any] = []
+    map_leaves(value, (bool, int, float, str, type(None)), found.append)
+    return bool(found)
+
+
+def plain_content(value: Any) -> list[Any]:
+    """What the lists and dicts in a call's arguments hold: their lengths, numbers and texts."""
+    content: list[Any] = []
+
+    def look(item: Any, inside: bool) -> None:
+        if isinstance(item, dict):
+            content.append(len(item))
+            for each in dict.values(item):
+                look(each, True)
+        elif isinstance(item, list | set | deque):
+            content.append(len(item))
+            for each in item:
+                look(each, True)
+        elif inside and isinstance(item, bool | int | float | str):
+            content.append(item)
+
+    args, kwargs = value if value else ((), {})
+    for argument in (*args, *kwargs.values()):
+        look(argument, False)
+    return content
+
+
 def hidden_tensors(value: Any) -> str:
     """The type of an object in a structure that holds tensors which cannot be replaced; empty if there is none."""
     found: list[str] = []

@@ -78,6 +78,9 @@ class Operation:
     region: int
     """Number of the activation checkpoint in which it ran; 0 outside."""
 
+    hook: bool = False
+    """Whether it ran in a forward hook of a module."""
+
     place: int = -1
     """Its number among the operations of its call, outside of calls in that; -1 for what is no function of tensors."""
 
@@ -119,8 +122,14 @@ class Call:
     hooked: bool = False
     """Whether the module has backward hooks."""
 
+    reads: bool = False
+    """Whether it reads values of tensors into Python."""
+
     opaque: str = ""
-    """Type of an object in what it returned in which tensors cannot be replaced."""
+    """Why it cannot be left out, if it cannot."""
+
+    given: tuple[Any, Any] | None = None
+    """While it runs, its arguments and what their lists and dicts held when it began."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     """Numbers and texts that the call left in attributes of its module."""
@@ -165,6 +174,9 @@ class Trace:
 
     values: list[Value] = field(default_factory=list)
     """All tensors seen."""
+
+    batch: list[Value] = field(default_factory=list)
+    """The tensors of the batch."""
 
     buffers: dict[str, Value] = field(default_factory=dict)
     """What the buffers hold when the step begins."""

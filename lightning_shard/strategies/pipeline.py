@@ -1,5 +1,6 @@
 """Pipeline parallelism for any LightningModule, on torch.distributed.pipelining, for CPU and CUDA."""
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -26,10 +27,11 @@ from lightning_shard._compat.lightning import (
 from lightning_shard.failing import fails_alone
 from lightning_shard.mesh import Mesh
 from lightning_shard.pipeline import guards, state
-from lightning_shard.pipeline.job import Job, JobOptions
+from lightning_shard.pipeline.job import Job
 from lightning_shard.pipeline.layout import Balance
 from lightning_shard.pipeline.samples import sample_microbatches
 from lightning_shard.pipeline.schedule import ScheduleName
+from lightning_shard.pipeline.setting import JobOptions
 from lightning_shard.units.guards import no_inference_mode
 
 
@@ -97,14 +99,9 @@ class PipelineStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._stages = stages
-        self._microbatches = microbatches
-        self._schedule = schedule
-        self._stages_per_rank = stages_per_rank
-        self._split = split
-        self._balance = balance
-        self._activation_checkpointing = activation_checkpointing
-        self._data_parallel = data_parallel
+        self._stages, self._microbatches, self._schedule = stages, microbatches, schedule
+        self._stages_per_rank, self._split, self._balance = stages_per_rank, split, balance
+        self._activation_checkpointing, self._data_parallel = activation_checkpointing, data_parallel
         self._job: Job | None = None
         self._steps_now = False
 
@@ -156,7 +153,6 @@ class PipelineStrategy(DDPStrategy):
             split=self._split,
             balance=self._balance,
             activation_checkpointing=self._activation_checkpointing,
-            precision=str(self.precision_plugin.precision),
         )
 
     @property
@@ -186,12 +182,14 @@ class PipelineStrategy(DDPStrategy):
         guards.check_module(trainer, module)
         self.precision_plugin.convert_module(module)
         no_inference_mode(trainer)
+        if self.mesh.data_parallel_size == 1:
+            # All ranks log the same values: there is nothing to reduce.
+            warnings.filterwarnings(
+                "ignore", message=".*sync_dist=True.*when logging on epoch level", module="lightning"
+            )
         options = self._options()
-        samples = list(sample_microbatches(trainer, module, options.microbatches))
-        if not samples:  # no batch is going to run
-            self.setup_precision_plugin()
-            return
-        self._job = Job(trainer, module, options, self._device_mesh, self.root_device, samples)
+        if samples := list(sample_microbatches(trainer, module, options.microbatches)):  # else no batch will run
+            self._job = Job(trainer, module, options, self._device_mesh, self.root_device, samples)
         if trainer.state.fn == TrainerFn.FITTING:
             leave_backward_to_strategy(trainer)
             self.setup_optimizers(trainer)
@@ -220,9 +218,7 @@ class PipelineStrategy(DDPStrategy):
         batch_idx = _batch_idx(args, kwargs)
         zero_gradients(trainer, batch_idx)
         self.job.pipeline.on_backward = lambda loss: call_hooks(trainer, "on_before_backward", loss)
-        result = self.job.train(batch, args, kwargs, batch_idx, 1.0 / trainer.accumulate_grad_batches)
-        if self._steps_now:
-            self.job.reduce_gradients()
+        result = self.job.train(batch, args, kwargs, batch_idx, 1.0 / trainer.accumulate_grad_batches, self._steps_now)
         call_hooks(trainer, "on_after_backward")
         return result
 
@@ -264,6 +260,10 @@ class PipelineStrategy(DDPStrategy):
     def broadcast_from_last(self, value: Any) -> Any:
         """``value`` of this pipeline's last stage, on every rank of the pipeline. Collective in the pipeline."""
         return self.job.pipeline.broadcast_from_last("user", value)
+
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm of the gradients of all stages, before the optimizer steps. Collective in the pipeline."""
+        return self.job.gradient_norm(self.optimizers)
 
     @override
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:

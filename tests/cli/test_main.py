@@ -30,6 +30,7 @@ from lightning_shard import (
     FSDP2Strategy,
     MixedPrecision,
     Offload,
+    PipelineStrategy,
     SizeUnits,
     ZeroPlusPlus,
     ZeROStrategy,
@@ -43,6 +44,7 @@ BORING = "--model=lightning.pytorch.demos.boring_classes.BoringModel"
 ONE_CPU = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.fast_dev_run=1"]
 ZERO = "--trainer.strategy=ZeROStrategy"
 FSDP2 = "--trainer.strategy=FSDP2Strategy"
+PIPELINE = "--trainer.strategy=PipelineStrategy"
 
 
 class RefusedAtSetup(Callback):
@@ -154,7 +156,7 @@ def told(arguments: list[str]) -> tuple[int, str]:
         return code, Path("told.txt").read_text()
 
 
-STRATEGIES = (ZeROStrategy, FSDP2Strategy)
+STRATEGIES = (ZeROStrategy, FSDP2Strategy, PipelineStrategy)
 
 
 @cache
@@ -335,6 +337,19 @@ class TestMistakes:
                     "--trainer.strategy.units.classes=[no.such.Class]",
                 ],
                 "'no.such.Class', but there is no class of modules at this import path",
+            ),
+            (
+                [PIPELINE, "--trainer.strategy.schedule=1f1"],
+                "--trainer.strategy.schedule: expected gpipe, 1f1b, interleaved, looped_bfs, zero_bubble, zbv or"
+                " dualpipev, got '1f1'; did you mean '1f1b'?",
+            ),
+            (
+                [PIPELINE, "--trainer.strategy.stages=0"],
+                "PipelineStrategy(stages=0): a whole number of at least 1, or 'auto'.",
+            ),
+            (
+                [PIPELINE, "--trainer.strategy.microbatch=4"],
+                "--trainer.strategy: PipelineStrategy has no option 'microbatch'; did you mean 'microbatches'?",
             ),
             (["--trainer.max_steps=abc"], "--trainer.max_steps: expected a value of type int, got 'abc'"),
             (

@@ -29,7 +29,7 @@ from lightning_shard.pipeline.microbatch import Microbatch, join_outputs, split_
 from lightning_shard.pipeline.plans import Plans
 from lightning_shard.pipeline.recompute import Recompute
 from lightning_shard.pipeline.replay import Replay
-from lightning_shard.pipeline.schedule import per_rank, stages_of_rank, why_impossible
+from lightning_shard.pipeline.schedule import per_rank, why_impossible
 from lightning_shard.pipeline.seeds import mix, own_numbers, seed_everything
 from lightning_shard.pipeline.setting import Setting
 from lightning_shard.pipeline.stages import StagePlan
@@ -98,7 +98,7 @@ class Pipeline:
                 setting.device,
                 setting.group,
             )
-            for stage in stages_of_rank(setting.schedule, setting.rank, setting.ranks, setting.stages_per_rank)
+            for stage in setting.own_stages
         ]
         place_stages(self._stages, setting.schedule, setting.ranks, setting.stages_per_rank)
         for stage in self._stages:

@@ -83,7 +83,11 @@ class Setting:
     """Seed of the run."""
 
     @property
+    def own_stages(self) -> list[int]:
+        """The stages of this rank."""
+        return stages_of_rank(self.schedule, self.rank, self.ranks, self.stages_per_rank)
+
+    @property
     def has_last_stage(self) -> bool:
         """Whether the last stage is on this rank."""
-        last = self.ranks * per_rank(self.schedule, self.stages_per_rank) - 1
-        return last in stages_of_rank(self.schedule, self.rank, self.ranks, self.stages_per_rank)
+        return self.ranks * per_rank(self.schedule, self.stages_per_rank) - 1 in self.own_stages

@@ -198,8 +198,7 @@ def _message(what: str, absent: list[AbsentTensor]) -> str:
     if any(isinstance(tensor, nn.Parameter) for tensor in absent):
         return (
             f"A parameter of another pipeline stage is used on this rank: {what}. It is {', '.join(origins)}, which"
-            " another"
-            " rank keeps. `trainer.strategy.full_state_dict()`, called on all ranks, gives all of them."
+            " another rank keeps. `trainer.strategy.full_state_dict()`, called on all ranks, gives all of them."
         )
     return (
         f"A value of another pipeline stage is used on this rank: {what}. It comes from {', '.join(origins)}, which"

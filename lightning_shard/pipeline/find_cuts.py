@@ -239,8 +239,7 @@ class CutFinder:
             if operation.time <= time and self.cover(operation.call, time) is None:
                 raise _Impossible(
                     f"{operation.name} at {operation.source} reads a value of the stage before, between modules; read"
-                    " it"
-                    " after the last module call, or inside a module"
+                    " it after the last module call, or inside a module"
                 )
         for operation in self._by_values:
             if operation.time <= time and self.cover(operation.call, time) is None:
@@ -313,6 +312,5 @@ def _relay(value: Value, covering: Call) -> Relay:
     made = f"{value.operation.name} at {value.operation.source}" if value.operation is not None else "a module"
     raise _Impossible(
         f"a tensor of shape {tuple(value.tensor.shape)} from {made} crosses, which {covering.name!r} neither returns"
-        " nor"
-        " keeps as an attribute"
+        " nor keeps as an attribute"
     )

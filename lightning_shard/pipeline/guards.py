@@ -101,8 +101,7 @@ def check_schedule(schedule: ScheduleName, ranks: int, stages_per_rank: int, mic
         raise MisconfigurationException(
             f"PipelineStrategy(split=[...]) has {len(split)} names, but {ranks} ranks with"
             f" {per_rank(schedule, stages_per_rank)} stage(s) each make {stages} stages, which end at {stages - 1}"
-            " modules"
-            " (the last one ends with the step)."
+            " modules (the last one ends with the step)."
         )
 
 
@@ -129,8 +128,7 @@ def check_module(trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise MisconfigurationException(
                 f"The callback {type(callback).__name__} does not go with a pipeline: it averages and swaps whole"
-                " modules,"
-                " and each rank has its own stages' weights only. Leave it out, or use strategy='fsdp2'."
+                " modules, and each rank has its own stages' weights only. Leave it out, or use strategy='fsdp2'."
             )
     if fits:
         _check_gradient_hooks(trainer, module)
@@ -142,22 +140,19 @@ def check_module(trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         if isinstance(parameter, UninitializedParameter):
             raise MisconfigurationException(
                 f"Parameter {name!r} has no shape yet: a lazy module gets it at its first forward. Run the module on"
-                " one"
-                " batch before `fit`, or name the sizes (nn.Linear for nn.LazyLinear)."
+                " one batch before `fit`, or name the sizes (nn.Linear for nn.LazyLinear)."
             )
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule) and any(True for _ in submodule.parameters()):
             raise MisconfigurationException(
                 f"The module {name!r} is compiled to TorchScript, which holds its parameters where stand-ins cannot"
-                " take"
-                " their place. Use the module that it was compiled from."
+                " take their place. Use the module that it was compiled from."
             )
         sharded_here = is_laid_out(module)
         if not sharded_here and isinstance(submodule, FSDPModule | FullyShardedDataParallel):
             raise MisconfigurationException(
                 f"The module {name or '(root)'!r} is sharded already ({type(submodule).__name__}). Give a plain module"
-                " to"
-                " PipelineStrategy; data_parallel='shard' shards its stages."
+                " to PipelineStrategy; data_parallel='shard' shards its stages."
             )
     if fits:
         _warn_about_batch_norm(module)
@@ -173,8 +168,7 @@ def check_changes(changed: dict[str, str], kind: str) -> None:
     for name, source in changed.items():
         raise MisconfigurationException(
             f"{kind}.training_step changes the parameter {name!r} in place (at {source}), which a pipeline would do"
-            " once"
-            " for every microbatch. Do it in `on_train_batch_end` or `on_before_zero_grad`."
+            " once for every microbatch. Do it in `on_train_batch_end` or `on_before_zero_grad`."
         )
 
 
@@ -207,8 +201,7 @@ def check_recomputation(trace: Trace) -> None:
         if operation.name == "grad":
             raise MisconfigurationException(
                 "PipelineStrategy(activation_checkpointing=True) runs a stage's forward again in backward, which"
-                " cannot be"
-                f" done for a step that calls torch.autograd.grad (at {operation.source}). Switch it off."
+                f" cannot be done for a step that calls torch.autograd.grad (at {operation.source}). Switch it off."
             )
 
 
@@ -238,8 +231,7 @@ def check_optimizers(optimizers: list[Optimizer], schedule: ScheduleName, module
     if len(optimizers) > 1:
         raise MisconfigurationException(
             f"`configure_optimizers` returned {len(optimizers)} optimizers; a pipeline trains with one optimizer. Put"
-            " the"
-            " parameters into groups of one, or use strategy='fsdp2'."
+            " the parameters into groups of one, or use strategy='fsdp2'."
         )
     known = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
@@ -256,8 +248,7 @@ def check_optimizers(optimizers: list[Optimizer], schedule: ScheduleName, module
                         f"{kind.__name__} holds a tensor of shape {list(parameter.shape)} (group {number}, place"
                         f" {place})"
                         " that is no parameter of the module: it was probably taken before the stages were laid out,"
-                        " and"
-                        " another stage has it now. Collect the parameters inside `configure_optimizers`, from"
+                        " and another stage has it now. Collect the parameters inside `configure_optimizers`, from"
                         " `self.parameters()`."
                     )
         if not (kind.__name__ in _KNOWN and kind is getattr(torch.optim, kind.__name__, None)):
@@ -311,16 +302,14 @@ def _check_gradient_hooks(trainer: "pl.Trainer", module: "pl.LightningModule") -
             if norm := {"clip_grad_norm_", "get_total_norm", "clip_grad_norm"} & set(used):
                 raise MisconfigurationException(
                     f"{type(owner).__name__}.{name} calls {min(norm)}, which on each rank sees the gradients of that"
-                    " rank's"
-                    " stages only, so stages would be clipped apart. Use Trainer(gradient_clip_val=...), or"
+                    " rank's stages only, so stages would be clipped apart. Use Trainer(gradient_clip_val=...), or"
                     " `self.clip_gradients(optimizer, ...)` of the LightningModule, which take the norm over all"
                     " stages."
                 )
             if "grad_norm" in used:
                 rank_zero_warn(
                     f"{type(owner).__name__}.{name} calls grad_norm, which on each rank sees the gradients of that"
-                    " rank's"
-                    " stages only. `trainer.strategy.gradient_norm()`, called on all ranks, is that of all."
+                    " rank's stages only. `trainer.strategy.gradient_norm()`, called on all ranks, is that of all."
                 )
 
 
@@ -332,8 +321,7 @@ def warn_about_buffers(trace: Trace, kind: str) -> None:
         ):
             rank_zero_warn(
                 f"{kind}.{trace.step} changes buffer {name!r} in place, which a pipeline does once for every"
-                " microbatch, not"
-                " once for every batch. Do it in `on_train_batch_end` if that matters."
+                " microbatch, not once for every batch. Do it in `on_train_batch_end` if that matters."
             )
 
 
@@ -345,6 +333,5 @@ def _warn_about_batch_norm(module: nn.Module) -> None:
             "In a pipeline, batch normalisation sees microbatches: it normalises by the statistics of one microbatch"
             " at a"
             f" time, and its running statistics move once for each. That concerns {shown}. Use GroupNorm or LayerNorm"
-            " to"
-            " train as in one process, or few, large microbatches."
+            " to train as in one process, or few, large microbatches."
         )

@@ -64,6 +64,5 @@ class ReplayedCall:
             self._warned = True
             rank_zero_warn(
                 f"A forward hook of {self._name!r} needs values that another pipeline stage computes, and is left out"
-                " on"
-                f" this one: {error}"
+                f" on this one: {error}"
             )

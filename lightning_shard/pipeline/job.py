@@ -130,10 +130,8 @@ class Job:
             if described[name] != value:
                 raise MisconfigurationException(
                     f"The module was laid out with {name}={described[name]!r} by an earlier Trainer, and each rank has"
-                    " its"
-                    f" own stages' weights only; now PipelineStrategy has {name}={value!r}. Use the same settings, or"
-                    " make a"
-                    " new module and load a checkpoint."
+                    f" its own stages' weights only; now PipelineStrategy has {name}={value!r}. Use the same settings,"
+                    " or make a new module and load a checkpoint."
                 )
         return layout
 

@@ -137,9 +137,8 @@ def matching_cuts(trace: Trace, layout: Layout, uses: dict[str, set[int]] | None
         if cut is None:
             raise MisconfigurationException(
                 f"{trace.step} cannot be cut where stage {boundary} ends, behind {keys[-1][0]!r}: it calls its modules"
-                " in"
-                " another order than the step that was cut first. Let the steps share one forward, or choose cuts that"
-                " exist in both with PipelineStrategy(split=[...])."
+                " in another order than the step that was cut first. Let the steps share one forward, or choose cuts"
+                " that exist in both with PipelineStrategy(split=[...])."
             )
         chosen.append(cut)
     return chosen
@@ -261,9 +260,9 @@ def _check_buffers(trace: Trace, cuts: Sequence[Cut]) -> None:
         if early:
             raise MisconfigurationException(
                 f"Buffer {name!r} is changed on stage {stage} and read on stage {early[0]}, which would not see the"
-                " change."
-                " Choose cuts that leave both on one stage (PipelineStrategy(split=[...])), or change the buffer in"
-                " `on_train_batch_end`, where `trainer.strategy.broadcast_from_last` brings the value to all ranks."
+                " change. Choose cuts that leave both on one stage (PipelineStrategy(split=[...])), or change the"
+                " buffer in `on_train_batch_end`, where `trainer.strategy.broadcast_from_last` brings the value to all"
+                " ranks."
             )
 
 
@@ -277,8 +276,7 @@ def _warn_about_copies(module: "pl.LightningModule", layout: Layout) -> None:
             f"{len(extra)} parameters, such as {largest!r}, are used on several pipeline stages and kept on each of"
             " them:"
             f" {sum(extra.values()):,} elements beyond the module's {total:,}. The steps call the same modules more"
-            " than"
-            " once, so the pipeline saves less memory than it could; call each module once in a step."
+            " than once, so the pipeline saves less memory than it could; call each module once in a step."
         )
 
 

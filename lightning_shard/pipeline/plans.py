@@ -65,10 +65,9 @@ class Plans:
             if missing:
                 raise MisconfigurationException(
                     f"{trace.step} uses parameter {name!r} on stage {missing[0]}, which was not seen to need it when"
-                    " the"
-                    f" pipeline was laid out; it is on stage {self._layout.owners[name][0]}. The step calls other"
-                    " modules"
-                    " for this batch than for the first one. Let the first batch of each loader be like the others."
+                    f" the pipeline was laid out; it is on stage {self._layout.owners[name][0]}. The step calls other"
+                    " modules for this batch than for the first one. Let the first batch of each loader be like the"
+                    " others."
                 )
         plans = plan_stages(trace, cuts)
         self._replay.wrap(set().union(*(plan.modules for plan in plans)))

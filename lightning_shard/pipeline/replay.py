@@ -80,8 +80,7 @@ class Replay:
                 raise
             raise AbsentError(
                 f"Stage {plan.stage} of {plan.stages} makes a tensor of values (torch.tensor) that other stages"
-                " compute."
-                " Use torch.stack, which needs no values, or do it after the last module call."
+                " compute. Use torch.stack, which needs no values, or do it after the last module call."
             ) from error
         finally:
             self.current = None

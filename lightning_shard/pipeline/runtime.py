@@ -190,8 +190,7 @@ class Pipeline:
         if any(not amount >= 0 for amount in amounts) or not 0 < total < float("inf"):
             raise MisconfigurationException(
                 f"{type(self._module).__name__}.microbatch_weight returned {amounts} for the microbatches of a batch;"
-                " the"
-                " weights must be numbers of at least 0, and not all 0."
+                " the weights must be numbers of at least 0, and not all 0."
             )
         return [amount / total for amount in amounts]
 

@@ -62,8 +62,7 @@ def _first_of_stream(loader: Any, step: str) -> Any:
         f"PipelineStrategy traces {step} on a batch before the run, but the loader ({type(loader).__name__}) gives none"
         " that could be taken without being missed in the run: its dataset is empty, fails when read in the main"
         " process, or can be iterated only once. Use a map-style dataset, or an iterable one whose __iter__ returns a"
-        " new"
-        " iterator each time."
+        " new iterator each time."
     )
 
 

@@ -220,8 +220,7 @@ class StageRun:
     def _mismatch(self, what: str) -> NoReturn:
         raise StepMismatch(
             f"Stage {self.plan.stage} of {self.plan.stages}: {what}, as it did when {self.plan.step} was traced. Make"
-            " the"
-            " step call its modules in the same way for every microbatch, or choose other cuts with"
+            " the step call its modules in the same way for every microbatch, or choose other cuts with"
             " PipelineStrategy(split=[...])."
         )
 

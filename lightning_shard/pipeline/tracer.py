@@ -46,8 +46,7 @@ class Tracer:
             except NeedsValues as error:
                 raise MisconfigurationException(
                     f"{step} must be traced anew for a microbatch of other shapes, which needs fake tensors now that"
-                    " each"
-                    f" rank has its own stages only: {error}. Give batches of one shape, or keep values out of the"
+                    f" each rank has its own stages only: {error}. Give batches of one shape, or keep values out of the"
                     " step."
                 ) from error
         if has_meta_tensors(self.module):

@@ -1,5 +1,6 @@
 """Pipelines train, validate, test and predict as one process does: every schedule, every kind of model."""
 
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
@@ -48,6 +49,17 @@ def test_two_pipelines_beside_each_other_train() -> None:
     runs = {
         f"{schedule}, {mode}": run("GPT, tied embeddings", schedule, stages=2, microbatches=2, data_parallel=mode)
         for schedule in ("1f1b", "interleaved", "zbv")
+        for mode in ("replicate", "shard")
+    }
+    assert_all_equal(runs, ranks=4, replicas=2)
+
+
+def test_two_pipelines_accumulate_and_clip_by_the_norm_of_all() -> None:
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    runs = {
+        mode: replace(
+            run("GPT, tied embeddings", "1f1b", stages=2, microbatches=2, data_parallel=mode), settings=settings
+        )
         for mode in ("replicate", "shard")
     }
     assert_all_equal(runs, ranks=4, replicas=2)

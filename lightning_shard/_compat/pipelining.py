@@ -318,6 +318,11 @@ def run_forward_only(stages: Sequence[ReplayStage], microbatches: int) -> list[A
     return outputs
 
 
+def has_tensor_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a hook of ``register_hook`` is on a parameter."""
+    return bool(parameter._backward_hooks)
+
+
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether a hook of ``register_post_accumulate_grad_hook`` is on a parameter; there is no public list of them."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -158,6 +158,13 @@ class CutFinder:
         return found
 
     def _find_need(self, value: Value, time: int, known: "dict[int, _Need | _Impossible]") -> "_Need":
+        for when, call, source in value.hooks:
+            if when <= time and self.cover(call, time) is None:
+                raise _Impossible(
+                    f"the gradient hook that is put on a tensor at {source} would run on both sides, each with a part"
+                    " of"
+                    " the gradient; put it on inside a module"
+                )
         covering = self.cover(value.call, time)
         if covering is not None and value.born > covering.start:
             return _Need.of(_relay(value, covering))

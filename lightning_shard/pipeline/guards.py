@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
-from lightning_shard._compat.pipelining import has_gradient_hooks
+from lightning_shard._compat.pipelining import has_gradient_hooks, has_tensor_hooks
 from lightning_shard.pipeline.layout import is_laid_out
 from lightning_shard.pipeline.recompute import BATCH_NORMS
 from lightning_shard.pipeline.schedule import SCHEDULES, ScheduleName, per_rank, why_impossible
@@ -296,6 +296,13 @@ _GRADIENT_HOOKS = "configure_gradient_clipping on_before_optimizer_step on_after
 
 def _check_gradient_hooks(trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
     """Norms that torch or Lightning takes of the gradients here are those of this rank's stages only."""
+    if named := [name for name, parameter in module.named_parameters() if has_tensor_hooks(parameter)]:
+        rank_zero_warn(
+            f"Parameter {named[0]!r} has a gradient hook, which in a pipeline runs once for every microbatch, with that"
+            " microbatch's part of the gradient: one that is not linear (clamping, say) gives something else than in"
+            " one"
+            " process. Do it in `on_before_optimizer_step`."
+        )
     for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
         for name in _GRADIENT_HOOKS:
             used = getattr(getattr(getattr(owner, name, None), "__code__", None), "co_names", ())

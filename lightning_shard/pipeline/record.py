@@ -256,6 +256,8 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         name = operation_name(func)
         if name is None:
+            if func is Tensor.register_hook:
+                self._recorder.hooked(args[0])
             return func(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
         versions = [version(tensor) for tensor in given]

@@ -163,6 +163,13 @@ class Recorder:
                 self._add(tensor, depends, operation).variable = variable and tensor.dim() > 0
         operation.results = tuple(self.value_of(t) for t in tensors_in(result) if id(t) not in self._parameters)
 
+    def hooked(self, tensor: Tensor) -> None:
+        """A gradient hook is put on a tensor."""
+        self.trace.now += 1
+        if id(tensor) not in self._parameters:
+            call = self._stack[-1] if self._stack else None
+            self.value_of(tensor).hooks.append((self.trace.now, call, self._place()[1]))
+
     def drew(self) -> None:
         """Random numbers were drawn."""
         if self.trace.operations:

@@ -91,8 +91,6 @@ def backward_weights(part: WeightPart) -> None:
     """Add the gradients of the weights to their ``grad``."""
     for group in part.groups:
         targets = sorted(set().union(*(start.weights for start in group)), key=id)
-        # Gradients may also arrive at a start from another one of the group; they are in what it noted already.
-        handles = [start.node.register_prehook(_putting(start)) for start in group] if len(group) > 1 else []
         edges = [
             (GradientEdge(start.node, place), gradient)
             for start in group
@@ -101,6 +99,9 @@ def backward_weights(part: WeightPart) -> None:
         ]
         if not edges:
             continue
+        # Hooks that users put on tensors run before; and gradients may also arrive at a start from another one of the
+        # group. What the start noted has both in it already.
+        handles = [start.node.register_prehook(_putting(start)) for start in group]
         try:
             found = torch.autograd.grad(
                 [edge for edge, _ in edges],

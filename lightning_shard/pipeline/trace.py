@@ -38,6 +38,9 @@ class Value:
     mutated: int | None = None
     """When the tensor, or one that shares its memory, was next changed in place."""
 
+    hooks: list[tuple[int, "Call | None", str]] = field(default_factory=list)
+    """When, in which call and where gradient hooks were put on it."""
+
     variable: bool = False
     """Whether its shape follows from values of tensors, so that it may change with every microbatch."""
 

@@ -335,3 +335,30 @@ class GradientPenalty(Step):
     def run(self, x: Tensor) -> Tensor:
         gradient = self.field(x)
         return gradient + self.after(gradient)
+
+
+class HookedValues(Step):
+    """Gradient hooks on values that cross, put on between modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01) * 0.9)
+        return x
+
+
+class HookedStream(HookedValues):
+    """The same on a stream that every layer adds to: each side of a cut has a part of its gradient only."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = x + torch.tanh(layer(x))
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.9)
+        return x

@@ -57,6 +57,8 @@ CASES = {
     "reads items": case(odd.ReadsItem, 2, fake=False),
     "a plain list": case(odd.Listed, 3),
     "hooks": case(odd.Hooked, 2),
+    "hooks on values": case(odd.HookedValues, 3),
+    "hooks on a stream": case(odd.HookedStream, 2),
     "tied and functional": case(odd.Functional, 3),
     "a gradient penalty": case(odd.GradientPenalty, 2, recompute=False),
     "identities": case(rare.Identities, 5),

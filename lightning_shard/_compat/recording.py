@@ -11,13 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # `FlopCounterMode` is public, but sums up by module; the counts by operator are this table.
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["OperatorWatch", "has_backward_hooks", "storage_identity", "version"]
+__all__ = ["OperatorWatch", "has_backward_hooks", "storage_identity", "unwatched", "version"]
+
+
+def unwatched() -> Any:
+    """A context in which no mode sees functions of tensors: ours, and a metric's, are no operations of the step."""
+    return torch._C.DisableTorchFunction()
 
 
 def storage_identity(tensor: Tensor) -> int:
     """A number that tensors share exactly if they share memory, also where the memory is fake and has no address."""
-    # Modes that see functions must not see this one.
-    with torch._C.DisableTorchFunction():
+    with unwatched():
         return int(tensor.untyped_storage()._cdata)
 
 

@@ -4,10 +4,13 @@ from typing import Any
 
 from lightning_shard.units.watch import DESCRIPTIONS, VALUES_OF
 
+METRIC = "a metric"
+"""What takes values as an operation does, but is none: torchmetrics."""
+
 READING = frozenset(
     "item tolist numpy __array__ __bool__ __int__ __float__ __index__ __format__ __contains__ is_nonzero equal"
     " allclose".split()
-)
+) | {METRIC}
 """Names of operations that need the values of tensors and give something that is no tensor."""
 
 

@@ -320,8 +320,13 @@ def _check_gradient_hooks(trainer: "pl.Trainer", module: "pl.LightningModule") -
                 )
 
 
-def warn_about_buffers(trace: Trace, kind: str) -> None:
-    """Tell of buffers that the step itself changes."""
+def warn_about_state(trace: Trace, kind: str) -> None:
+    """Tell of attributes and buffers that the step itself changes."""
+    if own := [name for name in trace.settings if not name.startswith("_")]:
+        rank_zero_warn(
+            f"{kind}.{trace.step} changes self.{own[0]}, which a pipeline does once for every microbatch, not once for"
+            " every batch. If the step reads it, too, do it in `on_train_batch_start` or `on_train_batch_end`."
+        )
     for name, value in trace.buffers.items():
         if any(
             o.writes and o.call is None and value.tensor is o.inputs[0].tensor for o in trace.operations if o.inputs

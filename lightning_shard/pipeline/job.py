@@ -16,7 +16,7 @@ from lightning_shard.pipeline import state
 from lightning_shard.pipeline.absent import is_absent
 from lightning_shard.pipeline.clipping import PipelineClipping
 from lightning_shard.pipeline.cuts import parameter_stages
-from lightning_shard.pipeline.guards import check_changes, check_loss, check_recomputation, warn_about_buffers
+from lightning_shard.pipeline.guards import check_changes, check_loss, check_recomputation, warn_about_state
 from lightning_shard.pipeline.layout import ATTRIBUTE, Layout, agree, lay_out, matching_cuts
 from lightning_shard.pipeline.metrics import replica_group
 from lightning_shard.pipeline.microbatch import Microbatch
@@ -78,7 +78,7 @@ class Job:
                 check_loss(trace, type(module).__name__)
                 if options.activation_checkpointing:
                     check_recomputation(trace)
-                warn_about_buffers(trace, type(module).__name__)
+                warn_about_state(trace, type(module).__name__)
         known: tuple[Layout, dict[str, Any]] | None = vars(module).get(ATTRIBUTE)
         if known is None:
             self.layout = lay_out(

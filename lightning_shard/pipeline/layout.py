@@ -1,6 +1,7 @@
 """How a module is laid out over stages: where its steps are cut, and which stage has which parameter."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -225,14 +226,23 @@ def _owners(module: "pl.LightningModule", uses: Iterable[dict[str, set[int]]]) -
     for use in uses:
         for name, stages in use.items():
             together.setdefault(name, set()).update(stages)
+    names = [name for name, _ in module.named_parameters()]
+    used = [(place, name) for place, name in enumerate(names) if together.get(name)]
     owners: dict[str, tuple[int, ...]] = {}
-    last = 0
-    for name, _ in module.named_parameters():
-        # A parameter that no step uses stays with the one declared before it.
-        stages = together.get(name) or {last}
-        owners[name] = tuple(sorted(stages))
-        last = min(stages)
+    for place, name in enumerate(names):
+        stages = together.get(name, set())
+        if not stages and used:
+            # A parameter that no traced step used, such as an expert's that got no row, stays with its next of kin.
+            _, kin = max(used, key=lambda other: (_common_parts(name, other[1]), -abs(other[0] - place)))
+            stages = together[kin]
+        owners[name] = tuple(sorted(stages or {0}))
     return owners
+
+
+def _common_parts(one: str, other: str) -> int:
+    """How many modules around two parameters are the same."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _buffers(module: "pl.LightningModule", trace: Trace, cuts: Sequence[Cut]) -> dict[str, int]:

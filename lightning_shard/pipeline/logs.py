@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_shard._compat.recording import unwatched
 from lightning_shard.pipeline.absent import AbsentTensor
 
 
@@ -37,6 +38,9 @@ class Entry:
 
     values: dict[int, Any] = field(default_factory=dict)
     """By microbatch what was logged."""
+
+    sizes: dict[int, int] = field(default_factory=dict)
+    """By microbatch the ``batch_size`` that was given with it, if one was."""
 
 
 class LogRecorder:
@@ -86,6 +90,9 @@ class LogRecorder:
         if place == len(self._entries):
             self._entries.append(Entry(name=name, kwargs=kwargs))
         entry = self._entries[place]
+        size = kwargs.get("batch_size")
+        if size is not None:
+            entry.sizes[self._microbatch] = int(size)
         if entry.name != name:
             raise RuntimeError(
                 f"The step logged {entry.name!r} for one microbatch and {name!r} for another at the same place. Log the"
@@ -94,14 +101,24 @@ class LogRecorder:
         if isinstance(value, Metric):
             value = MetricValue(name=self._names[id(value)], batch_value=getattr(value, "_forward_cache", None))
         elif isinstance(value, Tensor):
-            value = value.detach()
+            with unwatched():
+                value = value.detach()
         known = entry.values.get(self._microbatch)
         if known is None or not isinstance(value, AbsentTensor):
             entry.values[self._microbatch] = value
 
-    def merged(self, weights: Sequence[float]) -> list[tuple[str, Any, dict[str, Any]]]:
+    def merged(self, weights: Sequence[float], rows: Sequence[int]) -> list[tuple[str, Any, dict[str, Any]]]:
         """Name, value for the whole batch and arguments of every call; a value of another stage is left absent."""
-        return [(entry.name, _merge(entry, weights), entry.kwargs) for entry in self._entries]
+        merged = []
+        for entry in self._entries:
+            kwargs = entry.kwargs
+            if entry.sizes and entry.sizes.keys() == entry.values.keys():
+                # The microbatches' rows make the batch's; a number that is the same for all was not counted.
+                sizes = [entry.sizes[number] for number in sorted(entry.sizes)]
+                counted = sizes == [rows[number] for number in sorted(entry.sizes)] or len(set(sizes)) > 1
+                kwargs = {**kwargs, "batch_size": sum(sizes) if counted else sizes[0]}
+            merged.append((entry.name, _merge(entry, weights), kwargs))
+        return merged
 
     def log(self, entries: Sequence[tuple[str, Any, dict[str, Any]]], rows: int) -> None:
         """Log merged entries once, for a batch of ``rows`` rows."""
@@ -116,7 +133,9 @@ class LogRecorder:
 
 def _merge(entry: Entry, weights: Sequence[float]) -> Any:
     values = [entry.values[number] for number in sorted(entry.values)]
-    shares = [weights[number] for number in sorted(entry.values)]
+    sizes = set(entry.sizes.values())
+    given = entry.sizes.keys() == entry.values.keys() and len(sizes) > 1 and min(sizes) >= 0
+    shares = [float(entry.sizes[number]) if given else weights[number] for number in sorted(entry.values)]
     if any(isinstance(value, AbsentTensor) for value in values):
         return next(value for value in values if isinstance(value, AbsentTensor))
     if isinstance(values[-1], MetricValue):

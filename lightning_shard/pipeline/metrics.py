@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from torchmetrics import Metric
 
+from lightning_shard._compat.recording import unwatched
 from lightning_shard.pipeline.exchange import Exchange
 
 
@@ -42,19 +43,26 @@ class MetricSync:
         compute = metric.compute
         group, available = metric.process_group, metric.distributed_available_fn
 
+        update = metric.update
+
         def from_last_stage() -> Any:
             if not self._in_step and not metric._is_synced:
                 self._take(name, metric)
-            return compute()
+            with unwatched():
+                return compute()
 
-        vars(metric)["compute"] = from_last_stage
+        def unwatched_update(*args: Any, **kwargs: Any) -> None:
+            with unwatched():
+                update(*args, **kwargs)
+
+        vars(metric).update(compute=from_last_stage, update=unwatched_update)
         if group is None:
             metric.process_group = replicas
             if replicas is None:
                 metric.distributed_available_fn = _never
 
         def undo() -> None:
-            vars(metric)["compute"] = compute
+            vars(metric).update(compute=compute, update=update)
             metric.process_group = group
             metric.distributed_available_fn = available
 

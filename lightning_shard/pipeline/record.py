@@ -24,9 +24,9 @@ from lightning_shard._compat.dry_run import (
 )
 from lightning_shard._compat.pipelining import call_with_hooks, compiled_call, replace_call
 from lightning_shard._compat.process import is_compiled
-from lightning_shard._compat.recording import OperatorWatch, has_backward_hooks, version
+from lightning_shard._compat.recording import OperatorWatch, has_backward_hooks, unwatched, version
 from lightning_shard.pipeline.absent import AbsentTensor
-from lightning_shard.pipeline.functions import operation_name
+from lightning_shard.pipeline.functions import METRIC, operation_name
 from lightning_shard.pipeline.recorder import Recorder
 from lightning_shard.pipeline.structure import tensors_in
 from lightning_shard.pipeline.trace import Trace
@@ -138,8 +138,11 @@ def _run(
     stack.enter_context(OperatorWatch(recorder.add_flops, recorder.drew))
     stack.enter_context(_Functions(recorder, guess))
     method = getattr(clone, step)
+    before = _settings(clone)
     result = method(*step_arguments(method, microbatch))
     recorder.use(result)
+    after = _settings(clone)
+    recorder.trace.settings = [key for key, value in after.items() if before.get(key, _NOTHING) != value]
     recorder.trace.returns = result is not None
     loss = result.get("loss") if isinstance(result, dict) else result
     if step == "training_step" and isinstance(loss, Tensor):
@@ -238,8 +241,9 @@ def _is_plain(value: Any) -> bool:
 
 def _noting(method: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        recorder.use((args, kwargs))
-        return method(*args, **kwargs)
+        recorder.use((args, kwargs), METRIC)
+        with unwatched():
+            return method(*args, **kwargs)
 
     return call
 

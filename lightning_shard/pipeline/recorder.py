@@ -187,9 +187,10 @@ class Recorder:
             seen.add(key)
             self.trace.operations[-1].saved += tensor.numel() * tensor.element_size()
 
-    def use(self, arguments: Any) -> list[Value]:
-        """Something other than an operation takes these values: a metric, the logger, the caller of the step."""
+    def use(self, arguments: Any, name: str = "") -> list[Value]:
+        """Something other than an operation takes these values: a metric, or the caller of the step."""
         operation = self.begin("", arguments, shape_only=False)
+        operation.name = name
         return operation.inputs
 
     def value_of(self, tensor: Tensor) -> Value:

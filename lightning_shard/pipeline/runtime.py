@@ -197,10 +197,10 @@ class Pipeline:
     def _finish(self, current: _Batch) -> Any:
         known = None
         digest = batch_digest([microbatch.batch for microbatch in current.microbatches], self.setting.device)
-        entries = self._logs.merged(current.weights)
+        rows = [microbatch.rows for microbatch in current.microbatches]
+        entries = self._logs.merged(current.weights, rows)
         if self.setting.has_last_stage:
             order = range(len(current.microbatches))
-            rows = [microbatch.rows for microbatch in current.microbatches]
             self._effects.join_lists(rows)
             outputs = None
             if len(current.outputs) == len(rows) and all(current.outputs[number] is not None for number in order):
@@ -215,7 +215,7 @@ class Pipeline:
         if not self.setting.has_last_stage:
             self._effects.apply(changes)
         shown = fetch_elsewhere(shown, entries, missing, self.setting.group, self.setting.device)
-        self._logs.log(shown, sum(microbatch.rows for microbatch in current.microbatches))
+        self._logs.log(shown, sum(rows))
         if current.step != "training_step":
             return outputs
         return {**outputs, "loss": loss} if isinstance(outputs, dict) else loss

@@ -187,6 +187,9 @@ class Trace:
     changed: dict[str, str] = field(default_factory=dict)
     """Parameters that the step changes in place, and where."""
 
+    settings: list[str] = field(default_factory=list)
+    """Numbers and texts in attributes of the LightningModule that the step changes."""
+
     loss: Value | None = None
     """The loss of a training step."""
 

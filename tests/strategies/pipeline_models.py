@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 STEPS = 5
 ROWS = 8
@@ -129,6 +130,38 @@ class CNN(Stepped):
         return F.cross_entropy(self.predict(batch), batch[1])
 
 
+class Stream(Stepped):
+    """Layers add to a stream in the step itself, which logs and counts between them; batches have 8 or 6 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 10)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(10, hidden), nn.Linear(hidden, 10)) for hidden in (8, 12, 9, 14)
+        )
+        self.gate = nn.Parameter(torch.randn(10))
+        self.last = nn.Linear(10, 4)
+        self.size = MeanMetric()
+
+    def predict(self, batch: Any) -> Tensor:
+        x = self.first(batch[0])
+        gate = torch.sigmoid(self.gate) * 2
+        for number, layer in enumerate(self.layers):
+            x = x + torch.tanh(layer(x)) * gate
+            if self.training:
+                self.log(f"mean {number}", x.mean())
+        return self.last(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.predict(batch)
+        self.size.update(logits.detach().abs().mean())
+        return F.cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.log("val_loss", loss.item(), batch_size=len(batch[1]))
+
+
 def _conv(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(1, outputs), nn.ReLU())
 
@@ -219,6 +252,10 @@ def _label(step: int) -> Tensor:
     return torch.randint(0, 4, (ROWS,), generator=torch.Generator().manual_seed(100 + step))
 
 
+def _some(step: int) -> slice:
+    return slice(ROWS - 2 * (step % 2))
+
+
 def _row(step: int) -> Tensor:
     return torch.randn(ROWS, 12, generator=torch.Generator().manual_seed(step))
 
@@ -228,6 +265,7 @@ MODELS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[int], Any]]]
     "GPT, tied embeddings": (GPT, lambda step: {"ids": _ids(step), "next": _ids(step + 50)}),
     "residual CNN": (CNN, lambda step: (_image(step), _label(step))),
     "U-Net with skips": (UNet, _image),
+    "residual stream in the step": (Stream, lambda step: (_row(step)[_some(step)], _label(step)[_some(step)])),
     "HF GPT-2 (tied)": (lambda: FromHub(gpt2), lambda step: {"input_ids": _ids(step), "labels": _ids(step)}),
     "HF Llama": (lambda: FromHub(llama), lambda step: {"input_ids": _ids(step), "labels": _ids(step)}),
     "HF BERT": (lambda: FromHub(bert), lambda step: {"input_ids": _ids(step), "labels": _label(step) % 2}),

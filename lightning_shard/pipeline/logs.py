@@ -59,6 +59,7 @@ class LogRecorder:
         self._place = 0
         self._names = {id(each): name for name, each in module.named_modules() if isinstance(each, Metric)}
         self.muted = False
+        self._constant: dict[str, bool] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -113,12 +114,18 @@ class LogRecorder:
         for entry in self._entries:
             kwargs = entry.kwargs
             if entry.sizes and entry.sizes.keys() == entry.values.keys():
-                # The microbatches' rows make the batch's; a number that is the same for all was not counted.
-                sizes = [entry.sizes[number] for number in sorted(entry.sizes)]
-                counted = sizes == [rows[number] for number in sorted(entry.sizes)] or len(set(sizes)) > 1
-                kwargs = {**kwargs, "batch_size": sum(sizes) if counted else sizes[0]}
+                kwargs = {**kwargs, "batch_size": self._whole_size(entry, rows)}
             merged.append((entry.name, _merge(entry, weights), kwargs))
         return merged
+
+    def _whole_size(self, entry: Entry, rows: Sequence[int]) -> int:
+        """The ``batch_size`` of the batch: a sum of rows, or a number that is the same for every microbatch."""
+        sizes = [entry.sizes[number] for number in sorted(entry.sizes)]
+        own_rows = [rows[number] for number in sorted(entry.sizes)]
+        if len(set(sizes)) > 1 or sizes != own_rows or set(own_rows) != {1}:
+            # Rows of 1 each look like both; other batches have told.
+            self._constant[entry.name] = len(set(sizes)) == 1 and sizes != own_rows
+        return sizes[0] if self._constant.get(entry.name, False) else sum(sizes)
 
     def log(self, entries: Sequence[tuple[str, Any, dict[str, Any]]], rows: int) -> None:
         """Log merged entries once, for a batch of ``rows`` rows."""

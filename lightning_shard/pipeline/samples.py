@@ -21,6 +21,8 @@ def sample_microbatches(
 ) -> Iterator[tuple[str, Microbatch]]:
     """For each step that the Trainer is about to run, and each of its loaders, the name of the step and a microbatch.
 
+    Where a batch does not divide evenly, a microbatch of each size.
+
     Args:
         trainer: The Trainer, whose loaders are asked for here, a little earlier than otherwise.
         module: Whose hooks batches go through on their way to the device.
@@ -31,7 +33,7 @@ def sample_microbatches(
 
     """
     for step, loader in steps_to_come(trainer):
-        if loader is None:  # limit_val_batches=0 and the like
+        if loader is None or _is_empty(loader):  # limit_val_batches=0 and the like
             continue
         with isolate_rng(include_cuda=cuda_in_use()):
             batch = peek_batch(loader)
@@ -39,7 +41,18 @@ def sample_microbatches(
                 batch = _first_of_stream(loader, step)
             batch = trainer.precision_plugin.convert_input(batch)
             batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        yield step, split_batch(batch, microbatches)[0]
+        first, *others = split_batch(batch, microbatches)
+        yield step, first
+        if others and others[-1].rows != first.rows:
+            yield step, others[-1]
+
+
+def _is_empty(loader: Any) -> bool:
+    """Whether a loader says that it has no batch; the Trainer then leaves its loop out."""
+    try:
+        return len(loader) == 0
+    except TypeError:
+        return False
 
 
 def _first_of_stream(loader: Any, step: str) -> Any:

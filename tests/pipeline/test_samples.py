@@ -102,6 +102,19 @@ def test_a_fit_without_validation_asks_no_validation_loader() -> None:
     assert [step for step, _ in module.samples] == ["training_step"]
 
 
+def test_a_loader_without_batches_is_left_out_as_the_trainer_leaves_its_loop_out() -> None:
+    module = Sampling()
+    empty: DataLoader[Any] = DataLoader(TensorDataset(rows[:0]), batch_size=4)
+    trainer().fit(module, loader(), empty)
+    assert [step for step, _ in module.samples] == ["training_step"]
+
+
+def test_a_batch_that_does_not_divide_gives_a_microbatch_of_each_size() -> None:
+    module = Sampling()
+    trainer(limit_val_batches=0).fit(module, loader(6))
+    assert [sample.rows for _, sample in module.samples] == [2, 1]
+
+
 def test_a_stream_is_read_apart_from_the_run() -> None:
     module, stream = Sampling(2), Stream()
     trainer().fit(module, DataLoader(stream, batch_size=6))

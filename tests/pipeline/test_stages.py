@@ -218,3 +218,20 @@ def test_a_step_that_catches_everything_still_ends_at_its_cut() -> None:
     replay.wrap(plan.modules)
     (sent,) = replay.run(plan, lambda: module.training_step(batch, 0), (), CPU)
     assert torch.equal(sent, module.layers[1](module.layers[0](batch)))
+
+
+def test_random_values_that_stages_would_draw_apart_are_refused_with_both_lines() -> None:
+    class Noisy(Step):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+        def run(self, x: Tensor) -> Tensor:
+            h = nn.functional.dropout(self.a(x), 0.5)
+            noise = torch.randn_like(x)
+            return self.c(self.b(h + noise)) - noise
+
+    trace = trace_of(Noisy(), torch.randn(2, 4))
+    cut = next(cut for cut in cuts_of(trace) if cut.call.name == "b")
+    with pytest.raises(ValueError, match=r"randn_like at .* after dropout at .*nn.Dropout instead"):
+        plan_stages(trace, [cut])

@@ -7,6 +7,7 @@ and of the strategies only those that are used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_shard._compat.reading import read_folders_with
 from lightning_shard.config import (
     ActivationCheckpointing,
     ClassUnits,
@@ -18,6 +19,9 @@ from lightning_shard.config import (
 from lightning_shard.registry import register_strategies
 
 if TYPE_CHECKING:
+    from lightning_shard.checkpoint.convert import convert as convert_checkpoint
+    from lightning_shard.checkpoint.inference import load_from_checkpoint
+    from lightning_shard.checkpoint.inspect import inspect as inspect_checkpoint
     from lightning_shard.strategies.fsdp import FSDP2Strategy
     from lightning_shard.strategies.pipeline import PipelineStrategy
     from lightning_shard.strategies.zero import ZeROStrategy
@@ -37,21 +41,28 @@ __all__ = [
     "ZeroPlusPlus",
     "__version__",
     "consolidate_checkpoint",
+    "convert_checkpoint",
+    "inspect_checkpoint",
+    "load_from_checkpoint",
 ]
 
 _MODULES = {
-    "FSDP2Strategy": "lightning_shard.strategies.fsdp",
-    "PipelineStrategy": "lightning_shard.strategies.pipeline",
-    "ZeROStrategy": "lightning_shard.strategies.zero",
-    "consolidate_checkpoint": "lightning_shard.zero.consolidate",
+    "FSDP2Strategy": ("lightning_shard.strategies.fsdp", "FSDP2Strategy"),
+    "PipelineStrategy": ("lightning_shard.strategies.pipeline", "PipelineStrategy"),
+    "ZeROStrategy": ("lightning_shard.strategies.zero", "ZeROStrategy"),
+    "consolidate_checkpoint": ("lightning_shard.zero.consolidate", "consolidate_checkpoint"),
+    "convert_checkpoint": ("lightning_shard.checkpoint.convert", "convert"),
+    "inspect_checkpoint": ("lightning_shard.checkpoint.inspect", "inspect"),
+    "load_from_checkpoint": ("lightning_shard.checkpoint.inference", "load_from_checkpoint"),
 }
-"""Where the public names live that are imported when first used."""
+"""Where the public names live that are imported when first used: module, and name there."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
+    module, own_name = _MODULES[name]
+    value = getattr(import_module(module), own_name)
     globals()[name] = value
     return value
 
@@ -60,4 +71,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+def _read_folder(path: Any, weights_only: bool | None) -> dict[str, Any]:
+    from lightning_shard.checkpoint.assemble import load_whole
+
+    return load_whole(path, weights_only)
+
+
 register_strategies()
+read_folders_with(_read_folder)

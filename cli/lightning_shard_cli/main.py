@@ -28,6 +28,8 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "validate": Subcommand(module="lightning_shard_cli.training", summary="run its validation loop"),
     "test": Subcommand(module="lightning_shard_cli.training", summary="run its test loop"),
     "predict": Subcommand(module="lightning_shard_cli.training", summary="run its predict loop"),
+    "convert": Subcommand(module="lightning_shard_cli.convert", summary="write a checkpoint in another format"),
+    "inspect": Subcommand(module="lightning_shard_cli.inspect", summary="say what a checkpoint holds"),
 }
 
 HELP = """\
@@ -43,6 +45,8 @@ subcommands:
   lightning-shard fit --config my.yaml --print_config        every setting and its value, as YAML
   lightning-shard fit --trainer.strategy.help                the strategies
   lightning-shard fit --trainer.strategy.help=ZeROStrategy   the options of one, each explained
+  lightning-shard convert last.ckpt model.safetensors        a checkpoint of any kind in another format
+  lightning-shard inspect last.ckpt                          who wrote it and what it holds
   lightning-shard SUBCOMMAND --help                          all options of a subcommand
   lightning-shard --version
 

@@ -107,3 +107,64 @@ def set_clipping(zero_optimizer: Any, norm: float) -> None:
 def is_empty_partitioned(parameter: Any) -> bool:
     """Whether stage 3 has partitioned a parameter that has elements, and nothing of it is here now."""
     return hasattr(parameter, "ds_id") and parameter.ds_numel > 0 and not parameter.numel()
+
+
+def partition_rank(parameter: Any) -> int:
+    """This rank's place among those over which a stage-3 parameter is partitioned."""
+    return int(torch.distributed.get_rank(parameter.ds_process_group))
+
+
+def own_partition(parameter: Any) -> torch.Tensor:
+    """What this rank holds of a stage-3 parameter, flat, in the dtype that it is trained in; padding included."""
+    partition: torch.Tensor = parameter.ds_tensor.data
+    return partition.flatten()
+
+
+def master_range(parameter: Any) -> tuple[int, torch.Tensor, int] | None:
+    """Where the master weights of a stage-1 or -2 parameter lie, as far as this rank has them.
+
+    Returns:
+        The first element in the flattened parameter, the slice of this rank's flat partition that holds it and what
+        follows, and the slice's first element in the partition; ``None`` if this rank has nothing.
+
+    """
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return None
+    return mapping.lp_fragment_address.start, mapping.hp_fragment.data, mapping.hp_fragment_address.start
+
+
+def take_masters(zero_optimizer: Any) -> None:
+    """Copy the flat master weights to the parameters that are trained, whole or partitioned. Collective."""
+    if not hasattr(zero_optimizer, "fp32_partitioned_groups_flat"):
+        zero_optimizer.update_lp_params()
+        return
+    for group, flat in zip(partition_groups(zero_optimizer), flat_partitions(zero_optimizer), strict=True):
+        start = 0
+        for parameter in group:
+            elements = own_elements(parameter)
+            own_partition(parameter).copy_(flat.data[start : start + elements])
+            start += elements
+    refresh_persistent(zero_optimizer)
+
+
+def refresh_persistent(zero_optimizer: Any) -> None:
+    """Gather again the parameters that stage 3 keeps whole, after their partitions changed. Collective."""
+    persistent = zero_optimizer.persistent_parameters
+    if persistent:
+        # They count as gathered until they are released; the partitions themselves are kept.
+        persistent[0].partition(persistent)
+        persistent[0].all_gather(persistent)
+
+
+def loss_scaler_numbers(zero_optimizer: Any) -> dict[str, Any]:
+    """The numbers that a loss scaler goes on from; it has no state dict."""
+    scaler = getattr(zero_optimizer, "loss_scaler", None)
+    return {key: value for key, value in vars(scaler).items() if isinstance(value, (int, float))} if scaler else {}
+
+
+def set_loss_scaler_numbers(zero_optimizer: Any, numbers: dict[str, Any]) -> None:
+    """Put back what `loss_scaler_numbers` gave."""
+    scaler = getattr(zero_optimizer, "loss_scaler", None)
+    if scaler is not None:
+        vars(scaler).update({key: value for key, value in numbers.items() if key in vars(scaler)})

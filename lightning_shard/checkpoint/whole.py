@@ -53,7 +53,7 @@ def save_whole_or_absent(
     """
     partial = partial_of(path)
     if is_global_zero:
-        _remove(partial)
+        remove(partial)
         partial.mkdir(parents=True)
     _barrier()
     failure: str | None = None
@@ -85,15 +85,16 @@ def partial_of(path: Path) -> Path:
 def move_to(partial: Path, path: Path) -> None:
     """Put a whole checkpoint, folder or file, in its place; one that stands there already is kept until then."""
     old = path.with_name(f".{path.name}.old")
-    _remove(old)
-    if path.exists():
+    remove(old)
+    if path.exists() or path.is_symlink():
         path.rename(old)
     partial.rename(path)
-    _remove(old)
+    remove(old)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
+def remove(path: Path) -> None:
+    """Remove a folder or a file, or nothing; of a link the link."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
 """Fully sharded data parallelism on torch's ``fully_shard`` (FSDP2), for CPU and CUDA."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins import Precision
@@ -15,13 +15,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard._compat.lightning import give_mesh
+from lightning_shard.checkpoint.host import check_async
 from lightning_shard.config import ClassUnits, MixedPrecision, SizeUnits
-from lightning_shard.failing import fails_alone
+from lightning_shard.strategies.common import CommonStrategy
 from lightning_shard.units import full
-from lightning_shard.units.averaging import shard_averages
-from lightning_shard.units.checkpoints import OnRankZero, ShardedCheckpoints, whole_optimizer_state
+from lightning_shard.units.averaging import has_averages, shard_averages, trained_weights
 from lightning_shard.units.guards import check_arguments, check_module, no_inference_mode
+from lightning_shard.units.held import UnitStates
 from lightning_shard.units.mesh import make_mesh
+from lightning_shard.units.one_file import save_file, whole_on_rank_zero
 from lightning_shard.units.optimizers import check_optimizers
 from lightning_shard.units.plan import plan_units
 from lightning_shard.units.policy import check_precision, make_policy
@@ -30,7 +32,7 @@ from lightning_shard.units.shard import ShardOptions, move_rest, shard_module
 from lightning_shard.units.table import show_units
 
 
-class FSDP2Strategy(ModelParallelStrategy):
+class FSDP2Strategy(CommonStrategy, ModelParallelStrategy):
     """Shards parameters, gradients and optimizer states over the ranks, unit by unit, with torch's ``fully_shard``.
 
     Every rank computes every layer, on its own part of the batch: a unit's parameters are gathered for its forward and
@@ -50,7 +52,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         activation_checkpointing: Recompute activations in backward: of every unit, or of the modules of classes given
             by name or import path.
         mixed_precision: Dtypes to compute, reduce and return in. Default: what ``Trainer(precision=...)`` asks for.
-        save_distributed_checkpoint: Save a folder to which every rank writes its shards; else rank 0 writes one file.
+        save_distributed_checkpoint: Save a folder to which every rank writes its shards; else rank 0 writes one plain
+            Lightning file.
+        async_save: Write checkpoints while training goes on, which waits only for a copy to host memory.
+        trusted: Load checkpoints that hold more than plain data, which can run any code.
         process_group_backend: ``"gloo"``, ``"nccl"``, ... Default: the one for the device.
         timeout: How long a collective may take.
 
@@ -70,10 +75,13 @@ class FSDP2Strategy(ModelParallelStrategy):
         activation_checkpointing: bool | list[str] = False,
         mixed_precision: MixedPrecision | None = None,
         save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
+        trusted: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         check_arguments(units, reshard_after_forward, replicas, activation_checkpointing)
+        check_async(async_save, save_distributed_checkpoint)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
@@ -85,6 +93,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._cpu_offload = cpu_offload
         self._activation_checkpointing = activation_checkpointing
         self._mixed_precision = mixed_precision
+        self._async_save, self._trusted = async_save, trusted
         self._running: RunningUnits | None = None
 
     # --- processes and devices ---
@@ -252,41 +261,35 @@ class FSDP2Strategy(ModelParallelStrategy):
         return full.full_optimizer_state(self.lightning_module, self.optimizers)
 
     @override
+    def training_states(self) -> UnitStates:
+        return UnitStates(self)
+
+    @property
+    def reshard_after_forward(self) -> bool | int:
+        """Whether, or over how many ranks, units are sharded again after forward."""
+        return self._reshard_after_forward
+
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Shards on every rank, or whole tensors on rank 0, as checkpoints are saved."""
         weights = super().lightning_module_state_dict()
-        return weights if self._save_distributed_checkpoint or self.is_global_zero else OnRankZero()
+        return weights if self._save_distributed_checkpoint else whole_on_rank_zero(weights, self.is_global_zero)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Shards on every rank by parameter name, or on rank 0 what one process would save."""
         if self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
-        return whole_optimizer_state(optimizer, self.is_global_zero)
+        return whole_on_rank_zero(optimizer.state_dict(), self.is_global_zero)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        ShardedCheckpoints(self).save(checkpoint, filepath, storage_options, self._save_distributed_checkpoint)
+        if self._save_distributed_checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            save_file(self, checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return ShardedCheckpoints(self).load(checkpoint_path, weights_only)
-
-    # --- the end ---
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        # Callbacks may save on an exception, and the Trainer waits for all ranks after every save.
-        if not fails_alone(self.lightning_module):
-            super().barrier(name)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self.world_size > 1:
-            exception.add_note(f"(raised on rank {self.global_rank} of {self.world_size})")
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: `lightning_shard.registry` holds the names."""
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if has_averages(checkpoint):
+            cast(dict[str, Any], checkpoint).update(trained_weights(checkpoint, self.training_states().state_dict()))

@@ -24,18 +24,21 @@ from lightning_shard._compat.lightning import (
     leave_backward_to_strategy,
     zero_gradients,
 )
+from lightning_shard.checkpoint.host import PortableCheckpoints, check_async
 from lightning_shard.failing import fails_alone
 from lightning_shard.mesh import Mesh
-from lightning_shard.pipeline import guards, state
+from lightning_shard.pipeline import guards
+from lightning_shard.pipeline.held import StageStates
 from lightning_shard.pipeline.job import Job
 from lightning_shard.pipeline.layout import Balance
 from lightning_shard.pipeline.samples import sample_microbatches
 from lightning_shard.pipeline.schedule import ScheduleName
 from lightning_shard.pipeline.setting import JobOptions
+from lightning_shard.strategies.common import CommonStrategy
 from lightning_shard.units.guards import no_inference_mode
 
 
-class PipelineStrategy(DDPStrategy):
+class PipelineStrategy(CommonStrategy, DDPStrategy):
     """Divides the computation: each rank runs some layers of the unchanged step, on all microbatches of its batch.
 
     The step is traced once and cut at the ends of module calls; each rank runs the whole step with the calls before its
@@ -53,6 +56,10 @@ class PipelineStrategy(DDPStrategy):
         activation_checkpointing: Keep only what stages exchange, and run each stage's forward again in backward.
         data_parallel: What pipelines do with each other: hold each stage whole and average gradients, or share each
             stage's parameters with ``fully_shard``.
+        save_distributed_checkpoint: Save a folder to which every rank writes its stages; else rank 0 writes one plain
+            Lightning file.
+        async_save: Write checkpoints while training goes on, which waits only for a copy to host memory.
+        trusted: Load checkpoints that hold more than plain data, which can run any code.
         accelerator: Lightning's, given by the Trainer.
         parallel_devices: Lightning's, given by the Trainer.
         cluster_environment: Lightning's, given by the Trainer.
@@ -79,6 +86,9 @@ class PipelineStrategy(DDPStrategy):
         balance: Balance = "flops",
         activation_checkpointing: bool = False,
         data_parallel: Literal["replicate", "shard"] = "replicate",
+        save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
+        trusted: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[Any] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -89,6 +99,7 @@ class PipelineStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         guards.check_arguments(stages, microbatches, schedule, stages_per_rank, split, balance, data_parallel)
+        check_async(async_save, save_distributed_checkpoint)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -102,6 +113,8 @@ class PipelineStrategy(DDPStrategy):
         self._stages, self._microbatches, self._schedule = stages, microbatches, schedule
         self._stages_per_rank, self._split, self._balance = stages_per_rank, split, balance
         self._activation_checkpointing, self._data_parallel = activation_checkpointing, data_parallel
+        self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._async_save, self._trusted = async_save, trusted
         self._job: Job | None = None
         self._steps_now = False
 
@@ -285,40 +298,37 @@ class PipelineStrategy(DDPStrategy):
         return self.job.optimizer_tensors(self.optimizers)
 
     @override
+    def training_states(self) -> StageStates:
+        return StageStates(self)
+
+    @property
+    def written_settings(self) -> dict[str, Any]:
+        """What a checkpoint tells of how the states were cut."""
+        return {"schedule": self._schedule, "data_parallel": self._data_parallel, "stages": self.job.layout.stages}
+
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of all stages, on rank 0."""
-        # Others may be in the middle of a step, and would not meet this rank.
-        return {} if fails_alone(self.lightning_module) else self.job.weights(everywhere=False)
+        """Stand-ins on every rank, or the weights of all stages on rank 0, as checkpoints are saved."""
+        if fails_alone(self.lightning_module):
+            return {}  # others may be in the middle of a step, and would not meet this rank
+        return (
+            super().lightning_module_state_dict()
+            if self._save_distributed_checkpoint
+            else self.job.weights(everywhere=False)
+        )
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What one process would save, on rank 0."""
-        return {} if fails_alone(self.lightning_module) else self.job.optimizer_state(optimizer)
+        if self._save_distributed_checkpoint or fails_alone(self.lightning_module):
+            return super().optimizer_state(optimizer)
+        return self.job.optimizer_state(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if not fails_alone(self.lightning_module):
+        if self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        guards.check_file(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        state.load_weights(self.lightning_module, checkpoint["state_dict"], strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        for number, (optimizer, saved) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
-            state.load_optimizer(optimizer, saved, number)
+        elif not fails_alone(self.lightning_module):
+            super(PortableCheckpoints, self).save_checkpoint(checkpoint, filepath, storage_options)
 
     # --- the end ---
 
@@ -327,23 +337,6 @@ class PipelineStrategy(DDPStrategy):
         if self._job is not None:
             self._job.stop()
         super().teardown()
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        # Callbacks may save on an exception, and the Trainer waits for all ranks after every save.
-        if not fails_alone(self.lightning_module):
-            super().barrier(*args, **kwargs)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self.world_size > 1:
-            exception.add_note(f"(raised on rank {self.global_rank} of {self.world_size})")
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: `lightning_shard.registry` holds the names."""
 
 
 def _batch_idx(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -20,10 +20,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard import _compat
+from lightning_shard.checkpoint.host import check_async
+from lightning_shard.checkpoint.places import place_of
+from lightning_shard.checkpoint.sources import kind_of
 from lightning_shard.config import ActivationCheckpointing, Offload, ZeroPlusPlus
-from lightning_shard.failing import fails_alone
 from lightning_shard.materialize import has_meta_tensors
-from lightning_shard.zero import ops, state
+from lightning_shard.strategies.common import CommonStrategy
+from lightning_shard.zero import ops
 from lightning_shard.zero.arguments import check_arguments, check_device
 from lightning_shard.zero.engine import (
     broadcast_buffers,
@@ -36,6 +39,7 @@ from lightning_shard.zero.engine_checkpoints import EngineCheckpoints
 from lightning_shard.zero.engine_config import ZeROOptions, build_engine_config
 from lightning_shard.zero.facts import read_trainer
 from lightning_shard.zero.guards import check_run, warn_of_skipped_step
+from lightning_shard.zero.held import PartitionStates, UserGroups
 from lightning_shard.zero.leftover import EmptyWeights
 from lightning_shard.zero.nvme import NVMeStates, uses_nvme
 from lightning_shard.zero.setup_optimizer import configure_optimizer, promise_optimizer
@@ -45,7 +49,7 @@ from lightning_shard.zero.watching import Watch
 from lightning_shard.zero.whole_tensors import WholeTensors
 
 
-class ZeROStrategy(WholeTensors, DeepSpeedStrategy):
+class ZeROStrategy(WholeTensors, CommonStrategy, DeepSpeedStrategy):
     """Partitions model states over the ranks: optimizer states (stage 1), gradients (2), parameters (3).
 
     Every rank computes every layer, on its own part of the batch. The engine is DeepSpeed's; the Trainer owns
@@ -67,9 +71,12 @@ class ZeROStrategy(WholeTensors, DeepSpeedStrategy):
         config: Any other DeepSpeed setting, as a mapping or the path of a JSON file, merged on top. A key that says
             otherwise than an argument or the Trainer is an error. ``"auto"`` values come from the Trainer. Its
             ``optimizer`` and ``scheduler`` sections serve a module without ``configure_optimizers``.
-        load_full_weights: Load ``ckpt_path`` as one file of plain weights also for training; optimizer states then
-            start afresh.
+        load_full_weights: Load only weights from ``ckpt_path`` also for training; optimizer states start afresh.
         exclude_frozen_parameters: Leave frozen parameters out of checkpoints.
+        checkpoint_format: Save what every strategy loads at any world size, or the engine's own format, which only the
+            same stage and number of ranks can load.
+        async_save: Write checkpoints while training goes on, which waits only for a copy to host memory.
+        trusted: Load checkpoints that hold more than plain data, which can run any code.
         accelerator: The accelerator; the Trainer sets it.
         parallel_devices: The devices of this machine; the Trainer sets them.
         cluster_environment: How ranks find each other; the Trainer sets it.
@@ -99,6 +106,9 @@ class ZeROStrategy(WholeTensors, DeepSpeedStrategy):
         config: dict[str, Any] | str | Path | None = None,
         load_full_weights: bool = False,
         exclude_frozen_parameters: bool = False,
+        checkpoint_format: Literal["portable", "engine"] = "portable",
+        async_save: bool = False,
+        trusted: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -119,6 +129,7 @@ class ZeROStrategy(WholeTensors, DeepSpeedStrategy):
             activation_checkpointing=activation_checkpointing,
         )
         check_arguments(options)
+        check_async(async_save, checkpoint_format == "portable")
         with _compat.quiet_engine_import():
             super().__init__(
                 accelerator=accelerator,
@@ -134,6 +145,10 @@ class ZeROStrategy(WholeTensors, DeepSpeedStrategy):
             )
         self._options = options
         self._user_config = read_config(config)
+        self._engine_format = checkpoint_format == "engine"
+        self._async_save, self._trusted, self._leaves_out_frozen = async_save, trusted, exclude_frozen_parameters
+        self._from_engine = False
+        self.user_groups: UserGroups | None = None
         # Lightning's guards ask for the stage before the Trainer is there to complete the configuration.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
         self._watch: Watch | None = None
@@ -224,6 +239,7 @@ class ZeROStrategy(WholeTensors, DeepSpeedStrategy):
         assert isinstance(model, pl.LightningModule)
         ensure_op = partial(ops.ensure_op, local_rank=self.local_rank)
         chosen = configure_optimizer(model, self.config, self._options.offload, self.root_device, ensure_op)
+        self.user_groups = UserGroups.of(model, chosen.groups, chosen.kind)
         self._initialize(model, self.config, chosen.optimizer)
         self._set_deepspeed_activation_checkpointing()
         self.optimizers = [self.deepspeed_engine.optimizer]
@@ -245,6 +261,7 @@ class ZeROStrategy(WholeTensors, DeepSpeedStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         assert self._watch is not None
         self._watch.batch_starts()
 
@@ -278,34 +295,36 @@ class ZeROStrategy(WholeTensors, DeepSpeedStrategy):
         return NVMeStates(module, optimizer, self.global_rank)
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Names with placeholders at stage 3: the weights themselves are the engine's to write."""
-        with self.empty_weights.paused():
-            return super().lightning_module_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Nothing: the engine writes each rank's states itself."""
-        return {}
+    def training_states(self) -> PartitionStates:
+        return PartitionStates(self)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not self._engine_format:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         with self.empty_weights.paused():
             EngineCheckpoints(self).save(checkpoint, filepath, storage_options)
 
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return not self._from_engine
+
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        loaded = EngineCheckpoints(self).load(checkpoint_path, weights_only)
-        self.accept_weights()
-        return loaded
+        path = self.broadcast(checkpoint_path)
+        self._from_engine = kind_of(place_of(path)) == "engine"
+        if self._from_engine:
+            return EngineCheckpoints(self).load(path)
+        return self._open(path, self._fitting and not self.load_full_weights, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # The engine has loaded its own format already; a plain file brings its weights along.
-        if "state_dict" in checkpoint:
-            module, optimizer = self.module_and_optimizer()
-            state.load_full_state_dict(module, optimizer, checkpoint["state_dict"], strict)
-            self.accept_weights()
+        if not self._from_engine:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            EngineCheckpoints(self).load_weights(checkpoint, strict)
 
     def accept_weights(self) -> None:
         """Take the module's present weights for the engine's own."""
@@ -313,18 +332,6 @@ class ZeROStrategy(WholeTensors, DeepSpeedStrategy):
             self._watch.weights_loaded()
 
     # --- the end ---
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        # Callbacks may save on an exception, and the Trainer waits for all ranks after every save.
-        if not fails_alone(self.lightning_module):
-            super().barrier(*args, **kwargs)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self.world_size > 1:
-            exception.add_note(f"(raised on rank {self.global_rank} of {self.world_size})")
 
     @override
     def teardown(self) -> None:
@@ -343,8 +350,3 @@ class ZeROStrategy(WholeTensors, DeepSpeedStrategy):
         if self._watch is not None:
             self._watch.remove()
         self._watch = None
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _compat.StrategyRegistryType) -> None:
-        """Nothing: `lightning_shard.registry` holds the names."""

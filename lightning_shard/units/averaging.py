@@ -1,5 +1,8 @@
 """Averages of weights that callbacks keep: sharded like the weights themselves."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
@@ -7,6 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard._compat.averaging import averaged_module
+from lightning_shard.checkpoint.dtensors import shard_like
+from lightning_shard.checkpoint.format import WEIGHTS
+
+CURRENT_MODEL = "current_model_state"
+"""Where an averaging callback puts the weights that are trained, when it saves the averages as the module's."""
 
 
 def shard_averages(trainer: "pl.Trainer", module: nn.Module) -> None:
@@ -37,3 +45,25 @@ def _shard_like(average: nn.Module, module: nn.Module) -> None:
             owners[owner].register_parameter(key, copy)
         for mine, theirs in zip(average.buffers(), module.buffers(), strict=True):
             mine.data = theirs.detach().clone()
+
+
+def has_averages(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether an averaging callback had a part in saving a checkpoint."""
+    return CURRENT_MODEL in checkpoint
+
+
+def trained_weights(checkpoint: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """What an averaging callback looks for in a checkpoint: the averages, and the weights that are trained.
+
+    Args:
+        checkpoint: The checkpoint, after the averages in it were loaded as the module's weights.
+        weights: The module's weights.
+
+    """
+    trained = {
+        name: shard_like(value, weights[name]) if name in weights else value
+        for name, value in checkpoint[CURRENT_MODEL].items()
+        if isinstance(value, torch.Tensor)
+    }
+    averages = {name: value.detach().clone() for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    return {CURRENT_MODEL: trained, WEIGHTS: averages}

@@ -1,14 +1,19 @@
-"""One plain Lightning file from a checkpoint folder of the engine, without any rank running."""
+"""One plain Lightning file of weights from a checkpoint folder, without any rank running."""
 
 import io
 import os
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_shard.checkpoint.convert import write
+from lightning_shard.checkpoint.format import MANIFEST
+from lightning_shard.checkpoint.places import LocalPlace
+from lightning_shard.checkpoint.sources import open_source
 from lightning_shard.zero import checkpoint as format
 from lightning_shard.zero.nvme import read_nvme_weights
 
@@ -20,24 +25,31 @@ _ENGINE_KEYS = frozenset(
 
 
 def consolidate_checkpoint(source: str | Path, target: str | Path) -> Path:
-    """Write the weights of a ZeRO checkpoint folder, and Lightning's part of it, to one plain ``.ckpt`` file.
+    """Write the weights of a checkpoint folder, and Lightning's part of it, to one plain ``.ckpt`` file.
 
     The file holds every parameter in fp32 (tied names, frozen ones and persistent buffers included), the loops',
     callbacks' and schedulers' states and the hyper-parameters, but no optimizer states. It loads with
     ``LightningModule.load_from_checkpoint`` and under any strategy.
 
+    `lightning_shard.convert_checkpoint` can do more: optimizer states, other formats and dtypes.
+
     Args:
-        source: The folder that a ZeRO run saved.
+        source: A portable folder, or one in the engine's own format.
         target: The file to write; it appears only when it is whole.
 
     Returns:
         ``target`` as a path.
 
     Raises:
-        FileNotFoundError: If ``source`` is no whole checkpoint of a ZeRO run.
+        FileNotFoundError: If ``source`` is no whole checkpoint.
+        MisconfigurationException: If ``source`` is portable and holds more than plain data.
 
     """
     source, target = Path(source), Path(target)
+    if (source / MANIFEST).is_file():
+        place = LocalPlace(target)
+        write(replace(open_source(LocalPlace(source), trusted=False), optimizers=None), place, "lightning", None, True)
+        return target
     contents = read_checkpoint(source, lazy=False)
     contents["state_dict"] = _own_memory(contents["state_dict"])
     partial = target.with_name(f".{target.name}.partial")

@@ -1,5 +1,6 @@
 """Lightning's save and load, in the engine's own format; weights alone go to one plain Lightning file."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,23 +60,20 @@ class EngineCheckpoints:
         facts = self._facts()
         save_whole_or_absent(path, strategy.is_global_zero, write, lambda folder: format.store_facts(folder, facts))
 
-    def load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Load the engine's folder, or weights from a plain file.
+    def load(self, checkpoint_path: Any) -> dict[str, Any]:
+        """Load the engine's folder.
 
         Returns:
             Lightning's part of the checkpoint.
 
         Raises:
-            FileNotFoundError: If there is no checkpoint.
-            MisconfigurationException: If training goes on and another stage or world size wrote it, or it is a file and
-                ``load_full_weights=True`` was not given.
+            FileNotFoundError: If it is not whole.
+            MisconfigurationException: If training goes on and another stage or world size wrote it.
 
         """
         strategy = self._strategy
         path = Path(strategy.broadcast(checkpoint_path))
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        if path.is_file():
-            return self._load_file(path, fitting, weights_only)
         if not fitting:
             # Weights alone fit every stage and world size; the engine's own way fails at stage 3 without an optimizer.
             return read_checkpoint(path, lazy=True)
@@ -91,23 +89,16 @@ class EngineCheckpoints:
         if client_state is None:
             raise MisconfigurationException(f"The DeepSpeed engine could not load the checkpoint {path}.")
         strategy.nvme_states().load(path / format.TAG)
+        strategy.accept_weights()
         loaded: dict[str, Any] = client_state
         return loaded
 
-    def _load_file(self, path: Path, fitting: bool, weights_only: bool | None) -> dict[str, Any]:
-        strategy = self._strategy
-        if fitting and not strategy.load_full_weights:
-            raise MisconfigurationException(
-                f"{path} is one file of plain weights, without optimizer states of a ZeRO run. To train on from it with"
-                " a fresh optimizer, say so: ZeROStrategy(load_full_weights=True). To go on with the optimizer's"
-                " states, give the folder that a ZeRO run saved."
-            )
-        if fitting:
-            rank_zero_warn(f"{path} holds no optimizer states of a ZeRO run: the optimizer starts afresh.")
-        loaded = strategy.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only)
-        # Without it the Trainer would take the file for a mistake, but fresh schedulers belong to a fresh optimizer.
-        loaded.setdefault("lr_schedulers", [])
-        return loaded
+    def load_weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load weights that `load` read without the engine, which has loaded all others already."""
+        if "state_dict" in checkpoint:
+            module, optimizer = self._strategy.module_and_optimizer()
+            state.load_full_state_dict(module, optimizer, checkpoint["state_dict"], strict)
+            self._strategy.accept_weights()
 
     def _save_weights(self, checkpoint: dict[str, Any], path: Path) -> None:
         strategy = self._strategy

@@ -29,6 +29,12 @@ class Chosen:
     schedulers: list[LRSchedulerConfig]
     """The learning-rate schedulers, bound to ``optimizer``'s groups."""
 
+    groups: list[dict[str, Any]]
+    """The user's own groups, frozen ones too; the same dictionaries as ``optimizer``'s."""
+
+    kind: str
+    """The class of the user's optimizer."""
+
 
 def promise_optimizer(module: "pl.LightningModule", config: Mapping[str, Any]) -> None:
     """Let a module without ``configure_optimizers`` pass the Trainer's own check where the config has an optimizer.
@@ -76,7 +82,8 @@ def configure_optimizer(
     chosen = _without_frozen_groups(_for_offload(optimizer, config, offload, device, ensure_op))
     if chosen is not optimizer:
         _compat.pretend_stepped(optimizer)
-    return Chosen(optimizer=chosen, schedulers=schedulers)
+    groups = list(optimizer.param_groups)
+    return Chosen(optimizer=chosen, schedulers=schedulers, groups=groups, kind=type(optimizer).__name__)
 
 
 def _without_frozen_groups(optimizer: Optimizer) -> Optimizer:

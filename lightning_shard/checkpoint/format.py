@@ -1,0 +1,153 @@
+"""The checkpoint format: a folder that says who wrote it, keyed by the names of the plain model.
+
+====================  ==============================================================================================
+``manifest.json``     Who wrote it, the step, the names: `Manifest`. Written last; a folder without it is no checkpoint.
+``.metadata``         torch.distributed.checkpoint: which tensors there are, and where each block of them lies.
+``__0_0.distcp`` ...  The blocks, one file for each rank that wrote.
+``lightning.pt``      Lightning's part (loops, callbacks, schedulers, hyper-parameters) and the optimizers' groups:
+                      plain data, loaded with ``weights_only=True``.
+``pickled.pt``        What of Lightning's part is no plain data. Only there if needed, only read where it is trusted.
+====================  ==============================================================================================
+
+Tensors are keyed ``state_dict.<name>`` and ``optimizer_<number>.state.<parameter name>.<state name>``. On a file system
+without rename all but the manifest lies in a folder below, which the manifest names.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+FORMAT = "lightning-shard checkpoint"
+VERSION = 1
+
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+LIGHTNING = "lightning.pt"
+PICKLED = "pickled.pt"
+
+WEIGHTS = "state_dict"
+OPTIMIZERS = "optimizer_states"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenBy:
+    """The run that wrote a checkpoint."""
+
+    strategy: str
+    """The strategy's class."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What of its settings says how the states were cut: the ZeRO stage, the schedule."""
+
+    world_size: int = 1
+    """Number of ranks."""
+
+    mesh: dict[str, int] = field(default_factory=dict)
+    """Ranks along each axis: ``pp``, ``dp_replicate``, ``dp_shard``."""
+
+    precision: str = ""
+    """The Trainer's precision."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of lightning-shard, torch and lightning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What ``manifest.json`` holds."""
+
+    written_by: WrittenBy
+    """Who wrote it."""
+
+    saved_at: str
+    """When, as ISO 8601 with the time zone."""
+
+    epoch: int | None = None
+    """Lightning's epoch."""
+
+    global_step: int | None = None
+    """Lightning's count of optimizer steps."""
+
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Names of tied weights, and the name that the tensor is stored under."""
+
+    left_out: list[str] = field(default_factory=list)
+    """Frozen parameters that were left out on purpose."""
+
+    optimizers: list[dict[str, Any]] | None = None
+    """Of each optimizer its class and, group by group, its parameters' names; ``None`` for weights alone."""
+
+    pickled: list[str] = field(default_factory=list)
+    """Entries of Lightning's part that are no plain data, and so lie in ``pickled.pt``."""
+
+    data: str = "."
+    """The folder of all other files, from the manifest's own."""
+
+    format: str = FORMAT
+    """What this is."""
+
+    version: int = VERSION
+    """The format's version."""
+
+    def to_json(self) -> str:
+        """The manifest as it is stored."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, path: str) -> "Manifest":
+        """Read a manifest.
+
+        Raises:
+            ValueError: If it is damaged, or of a later version of the format.
+
+        """
+        try:
+            contents: dict[str, Any] = json.loads(text)
+            if contents.get("format") != FORMAT:
+                raise ValueError(f"its format is {contents.get('format')!r}")
+            if contents["version"] > VERSION:
+                raise _Later(
+                    f"{path} has version {contents['version']} of the checkpoint format; this version of"
+                    f" lightning-shard reads up to {VERSION}. Install a later lightning-shard."
+                )
+            contents["written_by"] = WrittenBy(**contents["written_by"])
+            return cls(**contents)
+        except _Later:
+            raise
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path}/{MANIFEST} is no manifest of a checkpoint, or is damaged: {reason}") from None
+
+
+class _Later(ValueError):
+    """A checkpoint of a later version of the format."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of what writes a checkpoint."""
+    import lightning
+
+    import lightning_shard
+
+    return {
+        "lightning_shard": lightning_shard.__version__,
+        "torch": str(torch.__version__),
+        "lightning": lightning.__version__,
+    }
+
+
+def weight_key(name: str) -> str:
+    """The key of a weight."""
+    return f"{WEIGHTS}.{name}"
+
+
+def state_key(number: int, parameter: str, state: str) -> str:
+    """The key of an optimizer's state."""
+    return f"optimizer_{number}.state.{parameter}.{state}"
+
+
+def plain_name(name: str) -> str:
+    """A name as the plain model has it: compiled and checkpointed modules put parts of their own in between."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

@@ -111,7 +111,7 @@ def _fit(
     if len(here) != len(there) or (not by_name and here != there):
         raise MisconfigurationException(
             f"{source.path}: optimizer {number} has groups of {there} parameters, but the module's has groups of"
-            f" {here}. {_REMEDY}"
+            f" {here}.{_other_weights(source, held)} {_REMEDY}"
         )
     name_of: dict[Any, str] = {}
     for place, (own, group) in enumerate(zip(names, raw.groups, strict=True)):
@@ -137,6 +137,12 @@ def _fit(
     values = {name_of[each]: dict(found) for each, found in raw.values.items() if each in name_of}
     groups = [{**group, "params": list(own)} for group, own in zip(raw.groups, names, strict=True)]
     return SavedOptimizer(groups=groups, tensors=tensors, values=values)
+
+
+def _other_weights(source: Source, held: Mapping[str, Held]) -> str:
+    """A hint at another module, whose optimizer then differs too."""
+    other = sorted(held.keys() ^ source.weights.keys())
+    return f" Its weights are other ones too: only one of both has {_few(other)}." if other else ""
 
 
 def _looks_elementwise(shape: Sequence[int], own: Sequence[int]) -> bool:

@@ -96,33 +96,31 @@ class Manifest:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def from_json(cls, text: str, path: str) -> "Manifest":
+    def from_json(cls, text: str | bytes, path: str) -> "Manifest":
         """Read a manifest.
 
         Raises:
             ValueError: If it is damaged, or of a later version of the format.
 
         """
+        version = 0
         try:
             contents: dict[str, Any] = json.loads(text)
             if contents.get("format") != FORMAT:
                 raise ValueError(f"its format is {contents.get('format')!r}")
-            if contents["version"] > VERSION:
-                raise _Later(
-                    f"{path} has version {contents['version']} of the checkpoint format; this version of"
-                    f" lightning-shard reads up to {VERSION}. Install a later lightning-shard."
-                )
+            version = int(contents["version"])
+            if version > VERSION:
+                raise ValueError("it is later")
             contents["written_by"] = WrittenBy(**contents["written_by"])
             return cls(**contents)
-        except _Later:
-            raise
         except (ValueError, AttributeError, KeyError, TypeError) as error:
+            if version > VERSION:
+                raise ValueError(
+                    f"{path} has version {version} of the checkpoint format; this version of lightning-shard reads up"
+                    f" to {VERSION}. Install a later lightning-shard."
+                ) from None
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"{path}/{MANIFEST} is no manifest of a checkpoint, or is damaged: {reason}") from None
-
-
-class _Later(ValueError):
-    """A checkpoint of a later version of the format."""
 
 
 def versions() -> dict[str, str]:

@@ -58,10 +58,14 @@ class Loading:
             MisconfigurationException: If groups have other parameters, or the strategy cannot hold the states.
 
         """
+        held = self._states.weights()
+        # Another module has other optimizer states too, but its weights say better what is wrong.
+        stored = {name: self._source.weight(name) for name in self._source.weights}
+        check_weights(self._source.path, stored, held, strict=False)
         names = [[group["params"] for group in each.groups] for each in self._states.optimizers()]
         named = self._states.module.named_parameters()
         frozen = {plain_name(name) for name, parameter in named if not parameter.requires_grad}
-        self._fitted = fit_optimizers(self._source, names, self._states.weights(), frozen)
+        self._fitted = fit_optimizers(self._source, names, held, frozen)
         for number, saved in enumerate(self._fitted):
             self._states.check(self._source.path, number, saved)
 

@@ -112,7 +112,7 @@ def _load(place: Place, name: str = "") -> Any:
 
 
 def _portable(place: Place) -> Found:
-    manifest = Manifest.from_json(place.read_text(MANIFEST), str(place))
+    manifest = Manifest.from_json(place.read_bytes(MANIFEST), str(place))
     reader = ShardReader(place, manifest.data)
     reader.check_files()
     part = _load(place, LIGHTNING if manifest.data == "." else f"{manifest.data}/{LIGHTNING}")

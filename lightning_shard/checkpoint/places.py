@@ -57,10 +57,10 @@ class Place(ABC):
     def parent(self) -> "Place":
         """The folder that this lies in."""
 
-    def read_text(self, name: str) -> str:
-        """A small text file's content."""
+    def read_bytes(self, name: str) -> bytes:
+        """A small file's content."""
         with self.open(name) as file:
-            return file.read().decode()
+            return file.read()
 
     # --- writing: rank 0 begins, all ranks write to the folder, rank 0 commits or abandons ---
 

@@ -9,6 +9,7 @@ import datetime
 import io
 import pathlib
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -150,7 +151,7 @@ def load_plain(file: "IO[bytes] | str", path: str, trusted: bool, **options: Any
         raise ValueError(f"{path} is damaged, or no checkpoint: {error}") from error
     except pickle.UnpicklingError as error:
         reason = str(error)
-        if "weights_only" not in reason.lower() and "WeightsUnpickler" not in reason:
+        if not re.search(r"Unsupported (global|class)|GLOBAL ", reason):
             raise ValueError(f"{path} is damaged, or no checkpoint: {reason}") from error
         asked = next((line.strip() for line in reason.splitlines() if "GLOBAL" in line or "class" in line), reason)
         raise MisconfigurationException(

@@ -27,7 +27,7 @@ from lightning_shard.checkpoint.places import LocalPlace, Place
 from lightning_shard.checkpoint.plain import dumped, spell, split_plain
 from lightning_shard.checkpoint.progress import Progress
 from lightning_shard.checkpoint.states import HeldOptimizer, TrainingStates, hyper_parameters
-from lightning_shard.checkpoint.together import from_first
+from lightning_shard.checkpoint.together import from_first, together
 from lightning_shard.checkpoint.writing import write_tensors
 
 
@@ -101,20 +101,18 @@ def gather_contents(
     frozen = _frozen(states.module) if leave_out_frozen else set()
     extra: dict[str, Any] = {}
     first_name: dict[int, str] = {}
-    for raw_name, value in checkpoint[WEIGHTS].items():
-        name = plain_name(raw_name)
-        if name in frozen:
-            continue
-        if not isinstance(value, Tensor):
+    edited = {plain_name(name): value for name, value in checkpoint[WEIGHTS].items() if plain_name(name) not in frozen}
+    own_names = {id(value): plain_name(name) for name, value in stand_ins.items()}
+    chosen = together("Saving", lambda: _chosen(edited, own_names, held))
+    for name, value in edited.items():
+        if name not in chosen:
             extra[name] = value
-            continue
-        own = held[name] if name in held and value is stand_ins.get(raw_name) else _given(value, name)
-        if id(own) in first_name:
-            aliases[name] = first_name[id(own)]
-            continue
-        first_name[id(own)] = name
-        tensors[weight_key(name)] = own
-        paths[weight_key(name)] = (WEIGHTS, name)
+        elif id(chosen[name]) in first_name:
+            aliases[name] = first_name[id(chosen[name])]
+        else:
+            first_name[id(chosen[name])] = name
+            tensors[weight_key(name)] = chosen[name]
+            paths[weight_key(name)] = (WEIGHTS, name)
     rest = {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, OPTIMIZERS)}
     rest = {key: _without_shards(value, (str(key),), tensors, paths) for key, value in rest.items()}
     optimizers = (states.optimizers() if OPTIMIZERS in checkpoint else None) or None
@@ -156,15 +154,32 @@ def _frozen(module: nn.Module) -> set[str]:
     return {plain_name(name) for name, parameter in named if not parameter.requires_grad}
 
 
-def _given(value: Tensor, name: str) -> Held:
-    """A tensor that a hook put among the weights: rank 0's is saved, if it is no sharded one."""
+def _chosen(edited: Mapping[str, Any], own_names: Mapping[int, str], held: Mapping[str, Held]) -> dict[str, Held]:
+    """What is saved under each name: of the strategy's stand-ins what they stand for, and tensors of a hook's own."""
+    found = {}
+    for name, value in edited.items():
+        if isinstance(value, Tensor):
+            own = own_names.get(id(value), "")
+            found[name] = held[own] if own in held else _given(value, name, held.get(name))
+    return found
+
+
+def _given(value: Tensor, name: str, held: Held | None) -> Held:
+    """A tensor that a hook put among the weights: rank 0's is saved, if it is no sharded one.
+
+    Raises:
+        MisconfigurationException: If it was made of stand-ins.
+
+    """
     if isinstance(value, DTensor):
         return hold_shards(value)
-    if type(value) not in (Tensor, nn.Parameter) or value.is_meta:
+    has_values = type(value) in (Tensor, nn.Parameter) and not value.is_meta
+    if not has_values or (held is not None and not value.numel() and 0 not in held.shape):
         raise MisconfigurationException(
-            f"on_save_checkpoint put a tensor at {name!r} of which this rank has no values ({type(value).__name__}): it"
-            " was computed from weights that other ranks hold. Leave weights as they are there, or save one file with"
-            " whole weights: save_distributed_checkpoint=False."
+            f"on_save_checkpoint put a tensor at {name!r} of which this rank has no values ({type(value).__name__},"
+            f" shape {tuple(value.shape)}): it was computed from weights that other ranks hold. Leave weights as they"
+            " are there, or save a file with whole weights (save_distributed_checkpoint=False, or `lightning-shard"
+            " convert`)."
         )
     return Held.whole(value, writes=not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0)
 

@@ -153,7 +153,7 @@ def open_source(place: Place, trusted: bool) -> Source:
 
 
 def _portable(place: Place, trusted: bool) -> Source:
-    manifest = Manifest.from_json(place.read_text(MANIFEST), str(place))
+    manifest = Manifest.from_json(place.read_bytes(MANIFEST), str(place))
     reader = ShardReader(place, manifest.data)
     reader.check_files()
     if manifest.pickled and not trusted:

@@ -1,7 +1,7 @@
 """ZeRO stages 1, 2 and 3 on the DeepSpeed engine, for CPU and CUDA."""
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -21,8 +21,6 @@ from typing_extensions import override
 
 from lightning_shard import _compat
 from lightning_shard.checkpoint.host import check_async
-from lightning_shard.checkpoint.places import place_of
-from lightning_shard.checkpoint.sources import kind_of
 from lightning_shard.config import ActivationCheckpointing, Offload, ZeroPlusPlus
 from lightning_shard.materialize import has_meta_tensors
 from lightning_shard.strategies.common import CommonStrategy
@@ -35,11 +33,11 @@ from lightning_shard.zero.engine import (
     prepare_values,
     wide_buffers_kept,
 )
-from lightning_shard.zero.engine_checkpoints import EngineCheckpoints
 from lightning_shard.zero.engine_config import ZeROOptions, build_engine_config
 from lightning_shard.zero.facts import read_trainer
+from lightning_shard.zero.formats import BothFormats, check_format
 from lightning_shard.zero.guards import check_run, warn_of_skipped_step
-from lightning_shard.zero.held import PartitionStates, UserGroups
+from lightning_shard.zero.held import UserGroups
 from lightning_shard.zero.leftover import EmptyWeights
 from lightning_shard.zero.nvme import NVMeStates, uses_nvme
 from lightning_shard.zero.setup_optimizer import configure_optimizer, promise_optimizer
@@ -49,7 +47,7 @@ from lightning_shard.zero.watching import Watch
 from lightning_shard.zero.whole_tensors import WholeTensors
 
 
-class ZeROStrategy(WholeTensors, CommonStrategy, DeepSpeedStrategy):
+class ZeROStrategy(WholeTensors, BothFormats, CommonStrategy, DeepSpeedStrategy):
     """Partitions model states over the ranks: optimizer states (stage 1), gradients (2), parameters (3).
 
     Every rank computes every layer, on its own part of the batch. The engine is DeepSpeed's; the Trainer owns
@@ -73,8 +71,8 @@ class ZeROStrategy(WholeTensors, CommonStrategy, DeepSpeedStrategy):
             ``optimizer`` and ``scheduler`` sections serve a module without ``configure_optimizers``.
         load_full_weights: Load only weights from ``ckpt_path`` also for training; optimizer states start afresh.
         exclude_frozen_parameters: Leave frozen parameters out of checkpoints.
-        checkpoint_format: Save what every strategy loads at any world size, or the engine's own format, which only the
-            same stage and number of ranks can load.
+        checkpoint_format: ``"portable"``, which every strategy loads at any world size, or ``"engine"``, which only the
+            same stage and number of ranks can load. Default: portable, but the engine's where states lie on NVMe.
         async_save: Write checkpoints while training goes on, which waits only for a copy to host memory.
         trusted: Load checkpoints that hold more than plain data, which can run any code.
         accelerator: The accelerator; the Trainer sets it.
@@ -106,7 +104,7 @@ class ZeROStrategy(WholeTensors, CommonStrategy, DeepSpeedStrategy):
         config: dict[str, Any] | str | Path | None = None,
         load_full_weights: bool = False,
         exclude_frozen_parameters: bool = False,
-        checkpoint_format: Literal["portable", "engine"] = "portable",
+        checkpoint_format: Literal["portable", "engine"] | None = None,
         async_save: bool = False,
         trusted: bool = False,
         accelerator: Accelerator | None = None,
@@ -129,7 +127,7 @@ class ZeROStrategy(WholeTensors, CommonStrategy, DeepSpeedStrategy):
             activation_checkpointing=activation_checkpointing,
         )
         check_arguments(options)
-        check_async(async_save, checkpoint_format == "portable")
+        check_async(async_save, checkpoint_format != "engine")
         with _compat.quiet_engine_import():
             super().__init__(
                 accelerator=accelerator,
@@ -145,9 +143,8 @@ class ZeROStrategy(WholeTensors, CommonStrategy, DeepSpeedStrategy):
             )
         self._options = options
         self._user_config = read_config(config)
-        self._engine_format = checkpoint_format == "engine"
+        self._checkpoint_format = checkpoint_format
         self._async_save, self._trusted, self._leaves_out_frozen = async_save, trusted, exclude_frozen_parameters
-        self._from_engine = False
         self.user_groups: UserGroups | None = None
         # Lightning's guards ask for the stage before the Trainer is there to complete the configuration.
         self.config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
@@ -229,6 +226,7 @@ class ZeROStrategy(WholeTensors, CommonStrategy, DeepSpeedStrategy):
         self.empty_weights.release()
         check_run(trainer, self.lightning_module, str(self.precision_plugin.precision), self.stage)
         self._init_config_if_needed()
+        check_format(self._checkpoint_format, self._async_save, self.config)
         prepare_values(self.lightning_module, self.root_device, self.config)
         with wide_buffers_kept(self.lightning_module, self.root_device):
             super().setup(trainer)
@@ -293,38 +291,6 @@ class ZeROStrategy(WholeTensors, CommonStrategy, DeepSpeedStrategy):
         """The optimizer states that live on NVMe; inactive without such an offload."""
         module, optimizer = self.module_and_optimizer()
         return NVMeStates(module, optimizer, self.global_rank)
-
-    @override
-    def training_states(self) -> PartitionStates:
-        return PartitionStates(self)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if not self._engine_format:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        with self.empty_weights.paused():
-            EngineCheckpoints(self).save(checkpoint, filepath, storage_options)
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return not self._from_engine
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = self.broadcast(checkpoint_path)
-        self._from_engine = kind_of(place_of(path)) == "engine"
-        if self._from_engine:
-            return EngineCheckpoints(self).load(path)
-        return self._open(path, self._fitting and not self.load_full_weights, weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._from_engine:
-            super().load_model_state_dict(checkpoint, strict)
-        else:
-            EngineCheckpoints(self).load_weights(checkpoint, strict)
 
     def accept_weights(self) -> None:
         """Take the module's present weights for the engine's own."""

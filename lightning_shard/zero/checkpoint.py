@@ -56,14 +56,13 @@ def check_loadable(path: Path, stage: int, world_size: int) -> None:
     if written.stage != stage:
         raise MisconfigurationException(
             f"{path} was written by ZeRO stage {written.stage} and cannot be loaded at stage {stage}. Use stage"
-            f" {written.stage}, or consolidate it to one file of plain weights:"
-            f" lightning_shard.consolidate_checkpoint({str(path)!r}, 'weights.ckpt')."
+            f" {written.stage}, or convert it: lightning-shard convert {path} {path}-portable"
         )
     if written.world_size != world_size:
         raise MisconfigurationException(
             f"{path} was written by {written.world_size} ranks and cannot be loaded on {world_size}: the engine's"
-            f" format holds one partition for each rank. Use {written.world_size} ranks, or consolidate it to one file"
-            f" of plain weights: lightning_shard.consolidate_checkpoint({str(path)!r}, 'weights.ckpt')."
+            f" format holds one partition for each rank. Use {written.world_size} ranks, or convert it: lightning-shard"
+            f" convert {path} {path}-portable"
         )
 
 

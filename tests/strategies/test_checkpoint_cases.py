@@ -1,6 +1,7 @@
 """Known ways in which checkpoints lose something: step counts, names, slices of ranks, hooks' edits."""
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +45,26 @@ class Scalar(Trained):
 
 
 ADAMS = {kind.__name__: kind for kind in (torch.optim.Adam, torch.optim.AdamW)}
-SHAPES: dict[str, tuple[int, ...]] = {"0-dim": (), "1-dim": (1,)}
+SHAPES: dict[str, tuple[int, ...]] = {"Adam": (), "AdamW": (1,)}
+"""Of the number: without dimensions its states are values in a checkpoint, and not tensors."""
 
 
 def five_steps(names: list[str], folder: Path) -> None:
-    def one(key: tuple[str, str, str]) -> None:
-        name, kind, shape = key
-        run(name, Scalar(ADAMS[kind], SHAPES[shape]), [torch.ones(4)] * 5, save=folder / f"{name} {kind} {shape}")
+    def one(key: tuple[str, str]) -> None:
+        name, kind = key
+        run(name, Scalar(ADAMS[kind], SHAPES[kind]), [torch.ones(4)] * 5, save=folder / f"{name} {kind}")
 
-    each(itertools.product(names, ADAMS, SHAPES), one)
+    each(itertools.product(names, ADAMS), one)
 
 
 def sixth_step(names: list[str], sources: list[str], folder: Path) -> list[tuple[str, float, float]]:
-    def one(key: tuple[str, str, str, str]) -> tuple[str, float, float]:
-        name, kind, shape, source = key
-        batches, path = [torch.full((4,), 2.0)], folder / f"{source} {kind} {shape}"
-        found = run(name, Scalar(ADAMS[kind], SHAPES[shape]), batches, ckpt_path=path, max_epochs=2)
+    def one(key: tuple[str, str, str]) -> tuple[str, float, float]:
+        name, kind, source = key
+        batches, path = [torch.full((4,), 2.0)], folder / f"{source} {kind}"
+        found = run(name, Scalar(ADAMS[kind], SHAPES[kind]), batches, ckpt_path=path, max_epochs=2)
         return " ".join(key), float(found.weights["w"]), float(found.optimizer["w"]["step"])
 
-    cases = [key for key in itertools.product(names, ADAMS, SHAPES, sources) if key[0] in ("fsdp2", "auto", key[3])]
+    cases = [key for key in itertools.product(names, ADAMS, sources) if key[0] in ("zero3", "auto", key[2])]
     return list(each(cases, one).values())
 
 
@@ -77,7 +79,7 @@ def test_adams_step_count_comes_back(tmp_path: Path) -> None:
     ]
     wrong = [(case, w, step) for case, w, step in found if abs(w + 0.59903) > 2e-5 or step != 6]
     assert not wrong, wrong
-    assert len(found) == 2 * 2 * (2 * (3 + 5) + 5)
+    assert len(found) == 2 * (2 * (3 + 5) + 5)
 
 
 # --- names ---
@@ -213,7 +215,8 @@ def test_a_checkpoint_without_frozen_parameters_says_so(tmp_path: Path) -> None:
         run(name, seeded(Adapted), batches, save=tmp_path / name, settings={"exclude_frozen_parameters": True})
 
     def load(name: str) -> list[str]:
-        with pytest.warns(UserWarning) as caught:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             found = run(name, Adapted(0.5), batches, ckpt_path=tmp_path / "zero3", max_epochs=2).weights
         assert found["frozen.weight"].eq(0.5).all() and not found["down"].eq(0.5).any()
         return [str(warning.message) for warning in caught]
@@ -413,8 +416,8 @@ def test_a_folder_gives_a_module_and_a_file_goes_into_every_strategy(tmp_path: P
     for name in ALL:
         module = Plain.load_from_checkpoint(tmp_path / name)
         assert_same(dict(module.state_dict()), saved)
-        with pytest.raises(FileNotFoundError, match="give that path instead|There is no checkpoint|is no checkpoint"):
-            Plain.load_from_checkpoint(tmp_path / "empty folder" if name == "fsdp2" else tmp_path)
+        with pytest.raises(FileNotFoundError, match="is no checkpoint: the folder holds"):
+            Plain.load_from_checkpoint(tmp_path)
 
 
 def test_a_rank_that_fails_alone_does_not_hang_the_others(tmp_path: Path) -> None:

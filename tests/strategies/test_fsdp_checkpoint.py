@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 from lightning_shard import FSDP2Strategy
+from lightning_shard.checkpoint.assemble import load_whole
 from lightning_shard.testing import RankFailed
 from tests.strategies.fsdp_modules import (
     Outcome,
@@ -163,7 +164,7 @@ def test_everything_of_a_module_comes_back(kind: str, optimizer: Any, tmp_path: 
         assert resumed["still.weight"].eq(0.5).all()
         assert int(resumed["count"]) == 4
         assert_same_tensors(resumed, expected)
-    plain = read_shards(path) if path.is_dir() else torch.load(path, weights_only=False)["state_dict"]
+    plain = load_whole(path)["state_dict"] if path.is_dir() else torch.load(path, weights_only=False)["state_dict"]
     assert plain.keys() == outcomes[0][0].keys()
     fresh = Everything(frozen=0.1)
     fresh.load_state_dict(plain, strict=True)
@@ -424,8 +425,8 @@ def test_wrong_paths_are_one_clear_line(tmp_path: Path) -> None:
     (path / "inner").mkdir()
     wrong = {
         tmp_path / "missing": "no checkpoint at",
-        tmp_path / "empty": "no whole checkpoint",
-        tmp_path / "part": "no whole checkpoint",
+        tmp_path / "empty": "is no checkpoint",
+        tmp_path / "part": "is no checkpoint",
         path / "inner": f"lies inside the checkpoint {re.escape(str(path))}",
         inner: f"lies inside the checkpoint {re.escape(str(path))}",
     }

@@ -1,0 +1,574 @@
+"""What goes with weights and optimizer states: checkpoint callbacks, saving in the background, schedulers, state of a
+module's own, hyper-parameters, and other file systems."""
+
+import functools
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fsspec import register_implementation
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import lr_scheduler
+
+import lightning_shard  # noqa: F401  (folders are read in one process too)
+from lightning_shard.checkpoint import background, save as saving
+from lightning_shard.testing import run_distributed
+from tests.checkpoint.runs import (
+    ALL,
+    Ran,
+    Small,
+    assert_same,
+    message_of,
+    own_rows,
+    rows,
+    run,
+    seeded,
+    strategy_of,
+)
+from tests.strategies.cases import each
+from tests.strategies.zero_runs import trainer, world
+
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+FEW = ["zero2", "zero3", "fsdp2", "1f1b"]
+
+
+def weights_in(path: Any) -> dict[str, Tensor]:
+    return dict(Small.load_from_checkpoint(path).state_dict())
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- the checkpoint callback ---
+
+
+class Scored(Small):
+    """Its validation loss is what it is told, epoch by epoch."""
+
+    SCORES = (3.0, 1.0, 2.0, 0.5)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("score", self.SCORES[self.current_epoch], sync_dist=True)
+
+
+def test_the_best_and_the_last_are_kept(tmp_path: Path) -> None:
+    def keep(name: str) -> tuple[list[str], str, Any]:
+        folder = tmp_path / name
+        saver = ModelCheckpoint(folder, "{epoch}", monitor="score", save_top_k=2, save_last=True)
+        settings: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True, "validate": rows(1)}
+        ran = run(name, seeded(Scored), rows(2), max_epochs=4, num_sanity_val_steps=0, **settings)
+        kept = names_in(folder)
+        # "best" and "last" are the same state; validation with it is like validation at the end of training
+        evaluated = ran.trainer.validate(ran.module, own_rows(name, rows(1)), ckpt_path="best", verbose=False)
+        logged = float(ran.trainer.callback_metrics["val_loss"])
+        assert evaluated[0]["val_loss"] == pytest.approx(logged)
+        again = ModelCheckpoint(folder, "{epoch}", monitor="score", save_top_k=2, save_last=True)
+        more = trainer(strategy_of(name), callbacks=[again], enable_checkpointing=True, max_epochs=4)
+        more.fit(seeded(Scored, seed=9), own_rows(name, rows(2)), own_rows(name, rows(1)), ckpt_path="last")
+        return kept, saver.best_model_path, (ran.weights, again.best_model_score, again.last_model_path)
+
+    for rank in run_distributed(each, 2, FEW, keep):
+        for name, (kept, best, (weights, score, last)) in rank.items():
+            assert kept == ["epoch=1.ckpt", "epoch=3.ckpt", "last.ckpt"], name
+            assert best == str(tmp_path / name / "epoch=3.ckpt") and last == str(tmp_path / name / "last.ckpt")
+            assert float(score) == 0.5
+            assert_same(weights_in(best), weights, atol=1e-7)
+            assert_same(weights_in(last), weights, atol=1e-7)
+
+
+def test_last_is_overwritten_every_few_steps_as_a_folder_and_as_a_link(tmp_path: Path) -> None:
+    def keep(case: tuple[str, Any]) -> dict[str, Tensor]:
+        name, last = case
+        folder = tmp_path / f"{name} {last}"
+        found = None
+        for kind in (last, True, last):  # a run goes on in the folder of one that kept it otherwise
+            saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=1, save_last=kind)
+            settings: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True}
+            found = run(name, seeded(Small), rows(4), **settings)
+        assert found is not None
+        return found.weights
+
+    cases = [("zero2", True), ("zero3", "link"), ("fsdp2", "link"), ("1f1b", "link")]
+    rank, _ = run_distributed(each, 2, cases, keep)
+    for (name, last), weights in rank.items():
+        path = tmp_path / f"{name} {last}" / "last.ckpt"
+        assert path.is_symlink() is (last == "link") and path.is_dir()
+        assert_same(weights_in(path), weights, atol=1e-7)
+
+
+# --- saving in the background ---
+
+
+def slow(seconds: float) -> None:
+    """Let saves in the background take long, on this rank."""
+    write = saving.write_checkpoint
+
+    def slowly(*args: Any, **kwargs: Any) -> None:
+        time.sleep(seconds)
+        write(*args, **kwargs)
+
+    background.write_checkpoint = slowly  # type: ignore[attr-defined]
+
+
+class Saves(pl.Callback):
+    """Saves after the second batch, and says how long training waited and what was on its way."""
+
+    def __init__(self, path: Path, at: int = 1) -> None:
+        self._path, self._at = path, at
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._at:
+            trainer.save_checkpoint(self._path)
+            self.there = self._path.exists()
+            self.threads = [thread.name for thread in threading.enumerate()]
+
+
+def test_a_save_in_the_background_is_that_of_its_step(tmp_path: Path) -> None:
+    def both(name: str) -> tuple[Ran, Ran, Saves]:
+        found = []
+        for way in (False, True):
+            callback = Saves(tmp_path / f"{name} {way}")
+            settings: dict[str, Any] = {"callbacks": [callback], "settings": {"async_save": way}}
+            ran = run(name, seeded(Small), rows(5), **settings)
+            # nobody has waited but fit
+            assert (tmp_path / f"{name} {way}" / "manifest.json").exists()
+            found.append((ran.weights, ran.optimizer))
+        assert not callback.there and "lightning-shard-save" in callback.threads
+        resumed = [
+            run(name, seeded(Small, seed=9), rows(5), ckpt_path=tmp_path / f"{name} {way}") for way in (False, True)
+        ]
+        return found, [(ran.weights, ran.optimizer) for ran in resumed]  # type: ignore[return-value]
+
+    def slowly(names: list[str]) -> Any:
+        slow(0.4)
+        return each(names, both)
+
+    for rank in run_distributed(slowly, 2, FEW):
+        for name, (found, resumed) in rank.items():
+            assert_same(found[1][0], found[0][0], atol=0.0)
+            assert_same(resumed[0][0], found[0][0], atol=1e-6)
+            for part in (0, 1):
+                assert_same(found[1][part], found[0][part], atol=0.0)
+                assert_same(resumed[1][part], resumed[0][part], atol=0.0)
+            sync, inflight = (weights_in(tmp_path / f"{name} {way}") for way in (False, True))
+            assert_same(inflight, sync, atol=0.0)
+            assert not torch.equal(sync["first.weight"], found[0][0]["first.weight"]), name
+
+
+def test_saves_in_the_background_wait_for_each_other_and_removals_for_them(tmp_path: Path) -> None:
+    def keep(name: str) -> Any:
+        folder = tmp_path / name
+        running, most = [0], [0]
+        write = saving.write_checkpoint
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            before = {path.name for path in folder.glob("*.ckpt")}
+            time.sleep(0.1)
+            # the one before is there as long as this one is not
+            assert {path.name for path in folder.glob("*.ckpt")} == before
+            write(*args, **kwargs)
+            running[0] -= 1
+
+        background.write_checkpoint = counted  # type: ignore[attr-defined]
+        saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=1, save_last=True)
+        settings: dict[str, Any] = {"callbacks": [saver], "settings": {"async_save": True}}
+        ran = run(name, seeded(Small), rows(4), enable_checkpointing=True, **settings)
+        return ran.weights, most[0]
+
+    for rank in run_distributed(each, 2, ["zero3", "fsdp2"], keep):
+        for name, (weights, most) in rank.items():
+            assert names_in(tmp_path / name) == ["last.ckpt", "step=4.ckpt"] and most == 1
+            for path in names_in(tmp_path / name):
+                assert_same(weights_in(tmp_path / name / path), weights, atol=1e-7)
+
+
+def test_a_failed_save_in_the_background_is_told_at_the_next_step_or_at_the_end(tmp_path: Path) -> None:
+    class Waits(Saves):
+        """Lets all ranks fail before the next step."""
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            super().on_train_batch_end(trainer, *args)
+            self.steps = trainer.global_step
+            for thread in threading.enumerate():
+                if thread.name == "lightning-shard-save":
+                    thread.join()
+
+    def fails(case: tuple[str, int]) -> tuple[str, int, list[str]]:
+        name, at = case
+        folder = tmp_path / f"{name} {at}"
+        run(name, seeded(Small), rows(1), save=folder / "c")
+        original = saving.write_tensors
+
+        def full(*args: Any) -> None:
+            if world()[0] == 1:
+                args[2].clear()  # torch sees that tensors are not whole
+            original(*args)
+
+        saving.write_tensors = full  # type: ignore[attr-defined]
+        callback = Waits(folder / "c", at)
+        settings: dict[str, Any] = {"callbacks": [callback], "settings": {"async_save": True}}
+        message = message_of(lambda: run(name, seeded(Small), rows(4), **settings))
+        saving.write_tensors = original  # type: ignore[attr-defined]
+        torch.distributed.barrier()
+        return message, callback.steps, names_in(folder)
+
+    for rank in run_distributed(each, 2, [("fsdp2", 1), ("fsdp2", 3)], fails):
+        for (name, at), (message, steps, names) in rank.items():
+            assert message.startswith("RuntimeError: The checkpoint") and "was not written" in message, message
+            assert steps == at + 1 and names == ["c"], (name, at)
+
+
+# --- other states of a training ---
+
+
+def scheduled(make: Any, **how: Any) -> Any:
+    def configure(module: pl.LightningModule) -> Any:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), "interval": "step", **how}}
+
+    return configure
+
+
+def one_optimizer(make: Any, **settings: Any) -> Any:
+    return lambda module: make(module.parameters(), **settings)
+
+
+CONFIGURED: dict[str, Any] = {
+    "OneCycleLR": scheduled(lambda o: lr_scheduler.OneCycleLR(o, 0.05, total_steps=8)),
+    "LambdaLR": scheduled(lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))),
+    "SequentialLR": scheduled(
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(o, 5)], [2]
+        )
+    ),
+    "ReduceLROnPlateau": scheduled(
+        lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.9), monitor="loss"
+    ),
+    "SGD": one_optimizer(torch.optim.SGD, lr=0.1),
+    "SGD with momentum": one_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adagrad": one_optimizer(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
+    "RMSprop": one_optimizer(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
+    "NAdam": one_optimizer(torch.optim.NAdam, lr=0.01),
+    "ASGD": one_optimizer(torch.optim.ASGD, lr=0.1, t0=1.0),
+    "lr in a tensor": one_optimizer(torch.optim.AdamW, lr=torch.tensor(0.01)),
+    "AMSGrad": one_optimizer(torch.optim.Adam, lr=0.01, amsgrad=True),
+}
+
+
+class Logged(Small):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss.detach(), sync_dist=True, reduce_fx="mean")
+        return loss
+
+
+def configured(name: str, key: str, folder: Path, source: str | None = None, save: bool = True) -> Any:
+    if save:
+        run(name, seeded(Logged, CONFIGURED[key]), rows(3), save=folder / f"{name} {key}")
+    path = folder / f"{source or name} {key}"
+    again = run(name, seeded(Logged, CONFIGURED[key], seed=9), rows(3), ckpt_path=path, max_epochs=2)
+    return again.weights, again.optimizer
+
+
+def test_every_scheduler_and_optimizer_goes_on(tmp_path: Path) -> None:
+    def uninterrupted(key: str) -> Any:
+        ran = run("auto", seeded(Logged, CONFIGURED[key]), rows(3), max_epochs=2)
+        return ran.weights, ran.optimizer
+
+    (expected,) = run_distributed(each, 1, CONFIGURED, uninterrupted)
+    cases = [(name, key) for key in CONFIGURED for name in ("zero2", "fsdp2", "1f1b")]
+    cases = [case for case in cases if case not in {("zero2", "lr in a tensor"), ("1f1b", "ReduceLROnPlateau")}]
+
+    def one(case: tuple[str, str]) -> Any:
+        try:
+            return configured(*case, tmp_path)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    wrong = []
+    for number, rank in enumerate(run_distributed(each, 2, cases, one)):
+        for case, found in rank.items():
+            if isinstance(found, str):
+                wrong.append((number, case, found[:400]))
+                continue
+            for part in (0, 1):
+                try:
+                    assert_same(found[part], expected[case[1]][part], atol=5e-6)
+                except AssertionError as error:
+                    wrong.append((number, case, str(error)[:300]))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+class Stateful(nn.Linear):
+    """A layer with state of its own: plain data in one, a tensor in another."""
+
+    def __init__(self, tensor: bool) -> None:
+        super().__init__(3, 3)
+        self.own: Any = torch.zeros(2) if tensor else {"count": 0}
+
+    def get_extra_state(self) -> Any:
+        return self.own
+
+    def set_extra_state(self, state: Any) -> None:
+        self.own = state
+
+
+class WithStates(Small):
+    """Extra states, a state dict from which a hook leaves something out, and tensors of its own in checkpoints."""
+
+    def __init__(self, tensor: bool = False) -> None:
+        super().__init__()
+        self.before = Stateful(tensor)
+        self.helper = nn.Linear(3, 3)
+        self.helper.requires_grad_(False)
+        self.big = torch.zeros(1000)
+        self.register_state_dict_post_hook(self._leave_out)
+
+    @staticmethod
+    def _leave_out(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key in [key for key in state if key.startswith("helper.")]:
+            del state[key]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.before(x))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["big"] = {"values": [torch.arange(1000.0)], "half": torch.ones(2, dtype=torch.bfloat16)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.big = checkpoint["big"]["values"][0]
+        assert checkpoint["big"]["half"].dtype == torch.bfloat16
+
+
+class Data(pl.LightningDataModule):
+    """Data with a state."""
+
+    def __init__(self, name: str, seen: int = 0) -> None:
+        super().__init__()
+        self._name, self.seen = name, seen
+
+    def train_dataloader(self) -> Any:
+        self.seen += 1
+        return own_rows(self._name, rows(2))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["seen"] + 100
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["plain data", "a tensor"])
+def test_states_of_modules_and_data_come_back(tensor: bool, tmp_path: Path) -> None:
+    def both(name: str) -> Any:
+        module = seeded(WithStates, tensor)
+        module.before.own = torch.tensor([4.0, 5.0]) if tensor else {"count": 4, "names": ["a"]}
+        first = trainer(strategy_of(name))
+        first.fit(module, datamodule=Data(name, 3))
+        first.save_checkpoint(tmp_path / name)
+        again, data = seeded(WithStates, tensor, seed=9), Data(name)
+        helper = again.helper.weight.detach().clone()
+        resumed = trainer(strategy_of(name), max_epochs=2)
+        resumed.fit(again, datamodule=data, ckpt_path=tmp_path / name)
+        kept = name != "1f1b" and (name == "fsdp2" or torch.equal(again.helper.weight, helper) or name == "zero3")
+        return again.before.own, again.big.sum().item(), data.seen, kept or name == "1f1b"
+
+    for rank in run_distributed(each, 2, ["zero2", "zero3", "fsdp2", "1f1b"], both):
+        for name, (own, big, seen, kept) in rank.items():
+            if tensor:
+                assert own.tolist() == [4.0, 5.0], name
+            else:
+                assert own == {"count": 4, "names": ["a"]}, name
+            assert big == 999 * 500 and seen in (104, 105) and kept, (name, seen)
+
+
+class Averages(pl.Callback):
+    """Keeps copies of sharded weights in containers of every kind."""
+
+    state: Any = None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        own = [parameter.detach().clone() for parameter in module.parameters()]
+        self.state = {"list": own[:2], "by number": {0: own[0], 1: own[1]}, "pair": (own[0], {"deep": [own[1]]})}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = state_dict
+        self.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]
+
+
+def whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: whole(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [whole(each) for each in value]
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def test_sharded_tensors_of_callbacks_come_back_in_every_container(tmp_path: Path) -> None:
+    def both() -> tuple[Any, Any]:
+        first, second = Averages(), Averages()
+        saved = run("fsdp2", seeded(Small), rows(1), callbacks=[first], save=tmp_path / "c")
+        again = run("fsdp2", seeded(Small, seed=9), rows(1), callbacks=[second], ckpt_path=tmp_path / "c", max_epochs=2)
+        assert saved.weights.keys() == again.weights.keys()
+        return whole(first.state), whole(second.state)
+
+    for first, second in run_distributed(both, 2):
+        flat = [second["list"], [second["by number"][0], second["by number"][1]]]
+        flat.append([second["pair"][0], second["pair"][1]["deep"][0]])
+        for found in flat:
+            for tensor, expected in zip(found, first["list"], strict=True):
+                assert torch.equal(tensor, expected)
+        assert list(second["by number"]) == [0, 1]
+
+
+def test_early_stopping_and_accumulation_go_on(tmp_path: Path) -> None:
+    """A checkpoint in the middle of accumulated batches, and a callback that counts epochs without progress."""
+
+    def stop(name: str, path: Path | None = None) -> tuple[int, int]:
+        stopping = EarlyStopping("score", patience=2, mode="max")
+        more: dict[str, Any] = {"callbacks": [stopping], "validate": rows(1), "accumulate_grad_batches": 2}
+        if path is not None and not path.exists():
+            return run(name, seeded(Scored), rows(3), save=path, max_epochs=2, **more).trainer.current_epoch, 0
+        ran = run(name, seeded(Scored, seed=9), rows(3), ckpt_path=path, max_epochs=4, **more)
+        return ran.trainer.current_epoch, stopping.wait_count
+
+    def both(name: str) -> tuple[int, int]:
+        torch.distributed.barrier() if torch.distributed.is_initialized() else None
+        stop(name, tmp_path / name)
+        return stop(name, tmp_path / name)
+
+    expected = run_distributed(both, 1, "auto")[0]
+    for rank in run_distributed(each, 2, FEW, both):
+        assert set(rank.values()) == {expected}
+    assert expected == (3, 2)
+
+
+# --- hyper-parameters ---
+
+
+class Choice:
+    """No plain data."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Configured(Small):
+    def __init__(self, width: int = 5, path: Any = None, choice: Any = None, fn: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyper_parameters_that_are_no_plain_data_need_trust(tmp_path: Path) -> None:
+    def both(name: str) -> Any:
+        path = Path("a") / "b"
+        run(name, Configured(6, path), rows(1), save=tmp_path / f"{name} plain")
+        run(name, Configured(6, path), rows(1), ckpt_path=tmp_path / f"{name} plain", max_epochs=2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(name, Configured(6, path, Choice(3)), rows(1), save=tmp_path / f"{name} class")
+        said = [str(warning.message) for warning in caught if "choice" in str(warning.message)]
+        again: dict[str, Any] = {"ckpt_path": tmp_path / f"{name} class", "max_epochs": 2}
+        refused = message_of(lambda: run(name, Configured(), rows(1), **again))
+        run(name, Configured(), rows(1), settings={"trusted": True}, **again)
+        run(name, Configured(), rows(1), weights_only=False, **again)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(name, Configured(6, fn=lambda x: x), rows(1), save=tmp_path / f"{name} lambda")
+        dropped = [str(warning.message) for warning in caught if "fn" in str(warning.message)]
+        run(name, Configured(), rows(1), ckpt_path=tmp_path / f"{name} lambda", max_epochs=2)
+        return refused, said, dropped
+
+    rank, other = run_distributed(each, 2, ["zero3", "fsdp2", "1f1b"], both)
+    for name, (refused, said, dropped) in rank.items():
+        assert "hyper_parameters.choice" in refused and "trusted=True" in refused, refused
+        assert other[name][0] == refused
+        assert said, "a warning when it is saved"
+        assert dropped, "a warning that it is left out"
+    module = Configured.load_from_checkpoint(tmp_path / "fsdp2 plain")
+    assert module.hparams["width"] == 6 and module.hparams["path"] == Path("a") / "b"
+    loaded = Configured.load_from_checkpoint(tmp_path / "fsdp2 class", weights_only=False)
+    assert loaded.hparams["choice"].number == 3
+
+
+# --- other file systems ---
+
+
+class NoRename(LocalFileSystem):
+    """Like an object store: what is there has its name."""
+
+    protocol = ("norename",)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return LocalFileSystem._strip_protocol(str(path).removeprefix("norename://"))
+
+    def mv(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("no rename here")
+
+    rename = mv_file = move = mv
+
+
+def on_file_system(protocol: str, name: str, folder: Path) -> Any:
+    register_implementation("norename", NoRename, clobber=True)
+    path = f"{protocol}://{folder}/{name} {protocol} c"
+    ran = run(name, seeded(Small), rows(1), save=path)
+    first = ran.weights
+    more = functools.partial(run, name, rows=None)
+    del more
+    assert_same(weights_in(path), first, atol=0.0)
+    torch.distributed.barrier()
+    original = saving.write_tensors
+
+    def full(*args: Any) -> None:
+        original(*args)
+        raise RuntimeError("rank 1 failed with OSError: no space")
+
+    second = run(name, seeded(Small), rows(1), ckpt_path=path, max_epochs=2)
+    saving.write_tensors = full  # type: ignore[attr-defined]
+    message = message_of(lambda: second.trainer.save_checkpoint(path))
+    saving.write_tensors = original  # type: ignore[attr-defined]
+    assert "was not written" in message and "no space" in message, message
+    torch.distributed.barrier()
+    assert_same(weights_in(path), first, atol=0.0)
+    torch.distributed.barrier()
+    second.trainer.save_checkpoint(path)
+    assert_same(weights_in(path), second.weights, atol=0.0)
+    saver = ModelCheckpoint(f"{protocol}://{folder}/{name} {protocol} kept", "{step}", every_n_train_steps=1)
+    run(name, seeded(Small), rows(3), callbacks=[saver], enable_checkpointing=True)
+    assert [path.name for path in (folder / f"{name} {protocol} kept").iterdir()] == ["step=3.ckpt"]
+    last = run(name, seeded(Small, seed=9), rows(3), ckpt_path=saver.best_model_path, max_epochs=2)
+    assert {int(states["step"]) for states in last.optimizer.values()} == {6}
+    return message_of(lambda: run(name, seeded(Small), rows(1), ckpt_path=f"{path}/none", max_epochs=2))
+
+
+@pytest.mark.parametrize("protocol", ["file", "norename"])
+def test_urls(protocol: str, tmp_path: Path) -> None:
+    for rank in run_distributed(each, 2, ["zero3", "fsdp2"], lambda name: on_file_system(protocol, name, tmp_path)):
+        for name, missing in rank.items():
+            assert "There is no checkpoint at" in missing, (name, missing)
+    for name in ("zero3", "fsdp2"):
+        names = names_in(tmp_path / f"{name} {protocol} c")
+        assert "manifest.json" in names
+        if protocol == "norename":
+            assert len(names) == 2 and names[0].startswith("data-")
+            (tmp_path / f"{name} {protocol} c" / "manifest.json").unlink()
+            with pytest.raises(FileNotFoundError, match="was not written to its end"):
+                weights_in(tmp_path / f"{name} {protocol} c")
+        else:
+            assert not [path for path in names_in(tmp_path) if path.startswith(".")]

@@ -36,6 +36,8 @@ bench: venv ## Compare Trainer steps with bare loops of the engines
 	@$(RUN) benchmarks/zero.py
 	@$(RUN) benchmarks/fsdp.py
 	@$(RUN) benchmarks/pipeline.py
+	@$(RUN) benchmarks/checkpoint.py
+	@$(RUN) benchmarks/checkpoint_matrix.py --write docs/checkpoint_matrix.md
 
 test-nvme: cxx libaio venv ## Run the NVMe tests; their operator compiles for minutes the first time
 	@$(RUN) -m pytest -m nvme --timeout=3000

@@ -8,6 +8,9 @@ from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.core import saving
 
+MANIFEST = "manifest.json"
+"""What a checkpoint's folder is known by."""
+
 Read = Callable[[Any, "bool | None"], dict[str, Any]]
 
 
@@ -30,7 +33,7 @@ def read_folders_with(read: Read) -> None:
 
 def _reading_folders(original: Callable[..., Any], read: Read) -> Callable[..., Any]:
     def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        if _is_folder(path_or_url):
+        if _is_in_folders(path_or_url):
             return read(path_or_url, weights_only)
         return original(path_or_url, map_location=map_location, weights_only=weights_only)
 
@@ -38,7 +41,10 @@ def _reading_folders(original: Callable[..., Any], read: Read) -> Callable[..., 
     return load
 
 
-def _is_folder(path: Any) -> bool:
+def _is_in_folders(path: Any) -> bool:
     if not isinstance(path, (str, os.PathLike)) or str(path).startswith("http"):
         return False
-    return bool(get_filesystem(str(path)).isdir(str(path)))
+    files = get_filesystem(str(path))
+    # A file inside such a folder is no checkpoint, either; `read` says so.
+    folder = str(path).rpartition("/")[0] or "."
+    return bool(files.isdir(str(path)) or files.exists(f"{folder}/{MANIFEST}"))

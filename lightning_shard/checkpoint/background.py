@@ -55,9 +55,11 @@ class BackgroundSave:
             self._error = error
         with self._lock:
             afterwards, self._afterwards = self._afterwards, []
-            if self._error is None:
-                for do in afterwards:
+            try:
+                for do in afterwards if self._error is None else ():
                     do()
+            except Exception as error:
+                self._error = error
             self._busy = False
 
     def after(self, do: Callable[[], None]) -> None:

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
+from lightning_shard._compat.reading import MANIFEST as MANIFEST
+
 FORMAT = "lightning-shard checkpoint"
 VERSION = 1
 
-MANIFEST = "manifest.json"
 METADATA = ".metadata"
 LIGHTNING = "lightning.pt"
 PICKLED = "pickled.pt"
@@ -144,6 +145,11 @@ def weight_key(name: str) -> str:
 def state_key(number: int, parameter: str, state: str) -> str:
     """The key of an optimizer's state."""
     return f"optimizer_{number}.state.{parameter}.{state}"
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state dict is what ``get_extra_state`` of a module gave, be it a tensor or not."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def plain_name(name: str) -> str:

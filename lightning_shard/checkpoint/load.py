@@ -10,10 +10,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.checkpoint.assemble import whole
 from lightning_shard.checkpoint.boxes import Held, cut
 from lightning_shard.checkpoint.dtensors import hold_shards
 from lightning_shard.checkpoint.fitting import check_number, check_weights, fit_optimizers
-from lightning_shard.checkpoint.format import OPTIMIZERS, WEIGHTS, plain_name
+from lightning_shard.checkpoint.format import OPTIMIZERS, WEIGHTS, is_extra_state, plain_name
 from lightning_shard.checkpoint.plain import put_back
 from lightning_shard.checkpoint.progress import Progress
 from lightning_shard.checkpoint.reading import Stored
@@ -112,6 +113,11 @@ class Loading:
         """
         held = self._states.weights()
         keys, given, extra = self._edited(checkpoint[WEIGHTS])
+        for name in self._states.extra_state():
+            if name in keys:
+                extra[name] = whole(self._source.reader, keys.pop(name))
+            elif name in given:
+                extra[name] = given.pop(name)
         stored = {name: self._source.reader.stored[key] for name, key in keys.items()}
         stored |= {name: Stored(shape=tuple(value.shape), dtype=value.dtype) for name, value in given.items()}
         manifest = self._source.manifest
@@ -144,7 +150,7 @@ class Loading:
         extra: dict[str, Any] = {}
         for raw_name, value in weights.items():
             name = plain_name(raw_name)
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or is_extra_state(name):
                 extra[name] = value
             elif id(value) in self._stand_ins and not value._version:
                 keys[name] = self._source.weights[self._stand_ins[id(value)]]

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from typing import IO, Any
 
 import torch
-from lightning.fabric.utilities.data import AttributeDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -35,7 +34,7 @@ _PLAIN = (
     nn.Parameter,
 )
 _SAFE = (
-    AttributeDict,
+    frozenset,
     argparse.Namespace,
     datetime.timedelta,
     pathlib.PosixPath,
@@ -82,7 +81,7 @@ def _is_plain(value: Any) -> bool:
         return True
     if kind in (set, frozenset, tuple, list):
         return all(map(_is_plain, value))
-    if kind in (dict, OrderedDict, AttributeDict):
+    if kind in (dict, OrderedDict):
         return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
     return kind is argparse.Namespace and all(map(_is_plain, vars(value).values()))
 
@@ -148,11 +147,14 @@ def load_plain(file: "IO[bytes] | str", path: str, trusted: bool, **options: Any
         with safe_classes():
             return torch.load(file, map_location="cpu", weights_only=not trusted, **options)
     except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is damaged, or no checkpoint: {error}") from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} is damaged, or no checkpoint: {reason}") from error
     except pickle.UnpicklingError as error:
         reason = str(error)
-        if not re.search(r"Unsupported (global|class)|GLOBAL ", reason):
-            raise ValueError(f"{path} is damaged, or no checkpoint: {reason}") from error
+        if not re.search(r"Unsupported (global|class)|GLOBAL |but got <class", reason):
+            lines = [line.strip() for line in reason.splitlines() if line.strip()]
+            telling = next((line for line in lines if "rror" in line or "nsupported" in line), lines[0])[:200]
+            raise ValueError(f"{path} is damaged, or no checkpoint: {telling}") from error
         asked = next((line.strip() for line in reason.splitlines() if "GLOBAL" in line or "class" in line), reason)
         raise MisconfigurationException(
             f"{path} holds more than plain data ({asked[:300]}), and to read that can run any code. {TRUST}"

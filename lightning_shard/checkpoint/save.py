@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +20,7 @@ from lightning_shard.checkpoint.format import (
     PICKLED,
     WEIGHTS,
     Manifest,
+    is_extra_state,
     plain_name,
     state_key,
     weight_key,
@@ -135,7 +137,7 @@ def gather_contents(
         tensors=tensors,
         paths=paths,
         lightning=dumped(lightning),
-        pickled=dumped(apart) if apart else None,
+        pickled=_pickled(apart) if apart else None,
         manifest=Manifest(
             written_by=states.written_by(),
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -149,6 +151,28 @@ def gather_contents(
     )
 
 
+def _pickled(apart: Mapping[tuple[Any, ...], Any]) -> bytes:
+    """What is no plain data, as it is stored.
+
+    Raises:
+        MisconfigurationException: If an entry cannot be pickled, naming it.
+
+    """
+    for path, value in apart.items():
+        try:
+            dumped(value)
+        except Exception as error:
+            raise MisconfigurationException(
+                f"The entry {spell(path[1:])!r} of the checkpoint cannot be saved: {type(error).__name__}: {error}."
+                " Leave it out (`self.save_hyperparameters(ignore=...)`), or give it a form that can be pickled."
+            ) from error
+    rank_zero_warn(
+        f"Entries of the checkpoint are no plain data: {', '.join(spell(path[1:]) for path in apart)}. It can be loaded"
+        " only with `trusted=True`, as to read them can run any code."
+    )
+    return dumped(apart)
+
+
 def _frozen(module: nn.Module) -> set[str]:
     named = module.named_parameters(remove_duplicate=False)
     return {plain_name(name) for name, parameter in named if not parameter.requires_grad}
@@ -158,9 +182,13 @@ def _chosen(edited: Mapping[str, Any], own_names: Mapping[int, str], held: Mappi
     """What is saved under each name: of the strategy's stand-ins what they stand for, and tensors of a hook's own."""
     found = {}
     for name, value in edited.items():
-        if isinstance(value, Tensor):
-            own = own_names.get(id(value), "")
-            found[name] = held[own] if own in held else _given(value, name, held.get(name))
+        if not isinstance(value, Tensor) or is_extra_state(name):
+            continue
+        own = own_names.get(id(value))
+        if own is None:
+            found[name] = _given(value, name, held.get(name))
+        elif own in held:  # else it is the module's extra state, which is no part of a tensor
+            found[name] = held[own]
     return found
 
 

@@ -17,6 +17,7 @@ from lightning_shard.checkpoint.format import (
     PICKLED,
     WEIGHTS,
     Manifest,
+    is_extra_state,
     plain_name,
     state_key,
     weight_key,
@@ -228,6 +229,8 @@ def _sharded(place: Place, trusted: bool) -> Source:
         elif str(path[0]).startswith("optimizer_"):
             number = int(str(path[0]).removeprefix("optimizer_"))
             _take_entry(path[1:], value, optimizers[number], groups[number])
+    for name in [name for name in weights if is_extra_state(name)]:
+        extra[name] = _one_tensor(reader, weights.pop(name))
     for number, raw in optimizers.items():
         raw.groups = [
             {**group, "params": [plain_name(name) for name in group["params"]]}
@@ -269,8 +272,13 @@ def _values_out(raw: RawOptimizer, reader: Reader) -> None:
     for (name, state), key in list(raw.tensors.items()):
         if not reader.stored[key].shape:
             del raw.tensors[name, state]
-            (box,) = reader.blocks(key)
-            raw.values.setdefault(name, {})[state] = box.tensor
+            raw.values.setdefault(name, {})[state] = _one_tensor(reader, key)
+
+
+def _one_tensor(reader: Reader, key: str) -> Tensor:
+    """A tensor that was not cut."""
+    (box,) = reader.blocks(key)
+    return box.tensor
 
 
 def _file(place: Place, trusted: bool) -> Source:
@@ -288,7 +296,7 @@ def _file(place: Place, trusted: bool) -> Source:
         contents = {WEIGHTS: contents}
     weights, extra = {}, {}
     for name, value in contents[WEIGHTS].items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not is_extra_state(name):
             weights[plain_name(name)] = weight_key(name)
             reader.offer(weight_key(name), value)
         else:

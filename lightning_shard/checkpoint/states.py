@@ -8,7 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.boxes import Held
@@ -67,33 +68,54 @@ class TrainingStates(ABC):
     # --- weights ---
 
     def weights(self) -> dict[str, Held]:
-        """The tensors of the module's state dict, what this rank holds of each. The same names on every rank."""
-        buffers = {id(buffer): name for name, buffer in self.module.named_buffers()}
+        """The tensors of the module's state dict, what this rank holds of each. The same names on every rank.
+
+        Raises:
+            MisconfigurationException: If the state dict holds a copy of a parameter or buffer in its place.
+
+        """
+        buffers = {id(buffer): plain_name(name) for name, buffer in self.module.named_buffers()}
         held: dict[int, Held] = {}
         found = {}
-        for name, value in self.state_dict().items():
-            if isinstance(value, Tensor):
+        for raw_name, value in self.state_dict().items():
+            name = plain_name(raw_name)
+            if id(value) in self.parameter_names or id(value) in buffers:
                 if id(value) not in held:
-                    is_parameter = isinstance(value, nn.Parameter)
+                    is_parameter = id(value) in self.parameter_names
                     held[id(value)] = (
-                        self.hold_parameter(value)
-                        if is_parameter
-                        else self.hold_buffer(value, plain_name(buffers.get(id(value), name)))
+                        self.hold_parameter(value) if is_parameter else self.hold_buffer(value, buffers[id(value)])
                     )
-                found[plain_name(name)] = held[id(value)]
+                found[name] = held[id(value)]
+            elif name in self._own_names:
+                raise MisconfigurationException(
+                    f"The module's state dict holds a copy of {name!r}, and not the tensor itself, so that it cannot be"
+                    " saved and loaded in parts. Return the module's own tensors from `state_dict` and its hooks."
+                )
         return found
+
+    @cached_property
+    def _own_names(self) -> set[str]:
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        buffers = self.module.named_buffers(remove_duplicate=False)
+        return {plain_name(name) for named in (parameters, buffers) for name, _ in named}
+
+    def _extra(self) -> dict[str, str]:
+        """The plain and the own names of entries of the state dict that are none of the module's own tensors."""
+        own = self._own_names
+        return {plain_name(name): name for name in self.state_dict() if plain_name(name) not in own}
 
     def state_dict(self) -> dict[str, Any]:
         """The module's state dict with the module's own tensors, and its own names."""
         return dict(self.module.state_dict(keep_vars=True))
 
     def extra_state(self) -> dict[str, Any]:
-        """Entries of the state dict that are no tensors."""
-        return {plain_name(name): value for name, value in self.state_dict().items() if not isinstance(value, Tensor)}
+        """Entries of the state dict that are none of the module's own tensors: extra states, metrics' states."""
+        values = self.state_dict()
+        return {name: values[own] for name, own in self._extra().items()}
 
     def set_extra_state(self, values: Mapping[str, Any]) -> None:
         """Put back what `extra_state` gave."""
-        own = {plain_name(name): name for name, value in self.state_dict().items() if not isinstance(value, Tensor)}
+        own = self._extra()
         known = {own[name]: value for name, value in values.items() if name in own}
         if known:
             self.module.load_state_dict(known, strict=False)

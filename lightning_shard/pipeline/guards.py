@@ -1,6 +1,5 @@
 """Refusals and warnings before the first step."""
 
-from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
@@ -203,22 +202,6 @@ def check_recomputation(trace: Trace) -> None:
                 "PipelineStrategy(activation_checkpointing=True) runs a stage's forward again in backward, which"
                 f" cannot be done for a step that calls torch.autograd.grad (at {operation.source}). Switch it off."
             )
-
-
-def check_file(path: Any) -> None:
-    """Refuse a folder: a pipeline reads one plain checkpoint file.
-
-    Raises:
-        MisconfigurationException: Naming the path.
-
-    """
-    if Path(path).is_dir():
-        raise MisconfigurationException(
-            f"The checkpoint {str(path)!r} is a folder, such as FSDP2 and ZeRO write; PipelineStrategy reads one plain"
-            " file. Load it under the strategy that wrote it and save one file there"
-            " (FSDP2Strategy(save_distributed_checkpoint=False); `consolidate_checkpoint` for ZeRO), or name a file in"
-            " it."
-        )
 
 
 def check_optimizers(optimizers: list[Optimizer], schedule: ScheduleName, module: nn.Module) -> None:

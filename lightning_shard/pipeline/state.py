@@ -7,9 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.pipeline.absent import AbsentTensor, is_absent
@@ -145,35 +144,6 @@ def plain_optimizer_state(
     return {"state": state, "param_groups": groups}
 
 
-def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], number: int) -> None:
-    """Load what one process saved, as far as its parameters are here.
-
-    Raises:
-        MisconfigurationException: If the groups have other numbers of parameters.
-
-    """
-    groups = saved["param_groups"]
-    wanted = [len(group["params"]) for group in optimizer.param_groups]
-    found = [len(group["params"]) for group in groups]
-    if wanted != found:
-        raise MisconfigurationException(
-            f"Optimizer {number} has groups of {wanted} parameters, the checkpoint's has {found}. Resume with the same"
-            " `configure_optimizers`, or load only the weights."
-        )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    places = [place for group in groups for place in group["params"]]
-    own: dict[int, Any] = {}
-    for number_here, (place, parameter) in enumerate(zip(places, parameters, strict=True)):
-        values = saved["state"].get(place)
-        if values is not None and not is_absent(parameter):
-            own[number_here] = {key: _like(value, parameter) for key, value in values.items()}
-    numbered, start = [], 0
-    for group, count in zip(groups, wanted, strict=True):
-        numbered.append({**group, "params": list(range(start, start + count))})
-        start += count
-    optimizer.load_state_dict({"state": own, "param_groups": numbered})
-
-
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """Names of parameters by identity."""
     return {id(parameter): name for name, parameter in module.named_parameters()}
@@ -184,20 +154,6 @@ def trained_here(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield from (parameter for parameter in group["params"] if not isinstance(parameter, AbsentTensor))
-
-
-def load_weights(module: nn.Module, state: dict[str, Any], strict: bool) -> None:
-    """Load a whole state dict, as far as its tensors are here."""
-    current = module.state_dict(keep_vars=True)
-    placed = {key: _like(value, current.get(key)) for key, value in state.items()}
-    module.load_state_dict(placed, strict=strict)
-
-
-def _like(value: Any, target: Any) -> Any:
-    """``value`` cut into shards as ``target`` is, if it has its shape."""
-    if isinstance(value, Tensor) and isinstance(target, DTensor) and value.shape == target.shape:
-        return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-    return value
 
 
 def _raw(tensor: Tensor) -> Tensor:

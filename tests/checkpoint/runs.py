@@ -1,4 +1,4 @@
-"""Trainings for tests of checkpoints, the same under every strategy: what each rank has afterwards, as plain tensors."""
+"""Trainings for tests of checkpoints, the same under every strategy: what each rank has afterwards, as tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,9 +54,6 @@ class Ran:
     trainer: pl.Trainer
     """The Trainer."""
 
-    path: str = ""
-    """Where ``best_model_path`` of the first checkpoint callback is."""
-
 
 class Whole(pl.Callback):
     """Collects whole states at the end of training, while they are there."""
@@ -99,7 +96,6 @@ def run(
     callbacks: Sequence[pl.Callback] = (),
     settings: Mapping[str, Any] | None = None,
     validate: Sequence[Any] | None = None,
-    weights_only: bool | None = None,
     **more: Any,
 ) -> Ran:
     """Train ``module`` under the strategy ``name`` on all ranks; then write a checkpoint to ``save``.
@@ -113,7 +109,6 @@ def run(
         callbacks: Callbacks.
         settings: Arguments of the strategy.
         validate: Global batches of validation.
-        weights_only: Of ``fit``.
         **more: Arguments of the Trainer.
 
     """
@@ -124,7 +119,6 @@ def run(
         own_rows(name, batches),
         None if validate is None else own_rows(name, validate),
         ckpt_path=ckpt_path,
-        weights_only=weights_only,
     )
     if save is not None:
         ran.save_checkpoint(save)

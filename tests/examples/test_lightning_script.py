@@ -89,5 +89,5 @@ def test_only_the_import_and_the_name_change(
     (folder / "train.py").write_text(ours)
     monkeypatch.chdir(folder)
     assert "step 3" in run(folder)
-    assert (folder / "fitted.ckpt" / "lightning_shard.json").is_file()
+    assert (folder / "fitted.ckpt" / "manifest.json").is_file()
     assert BoringModel.load_from_checkpoint(folder / "weights.ckpt").layer.weight.abs().sum() > 0

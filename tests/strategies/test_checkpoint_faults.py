@@ -493,7 +493,9 @@ def test_not_strict_loads_what_both_have(tmp_path: Path) -> None:
         for name_, held in strategy.training_states().weights().items():
             for box in held.boxes:
                 wanted = saved.get(name_, torch.full((2,), 4.0))
-                window = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.tensor.shape))
+                window = tuple(
+                    slice(start, start + size) for start, size in zip(box.offsets, box.tensor.shape, strict=True)
+                )
                 assert torch.equal(box.tensor, wanted[window]), (name, name_)
 
     run_distributed(each, 2, ["zero2", "fsdp2"], both)

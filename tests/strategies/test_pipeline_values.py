@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_shard.checkpoint.assemble import load_whole
 from lightning_shard.testing import run_distributed
 from tests.strategies.pipeline_models import MLP, MODELS
 
@@ -113,7 +114,7 @@ def save(path: Path) -> list[float]:
 
 
 def go_on_under_ddp(path: Path) -> tuple[int, list[float]]:
-    saved = torch.load(path, weights_only=True)
+    saved = load_whole(path)
     trainer = fit(seeded(MLP), "ddp", 2, steps=(9,), epochs=2, resume=path)
     return trainer.global_step, [float(weight.double().sum()) for weight in saved["state_dict"].values()]
 

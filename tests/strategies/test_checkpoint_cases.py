@@ -377,6 +377,8 @@ def test_wrong_paths_are_one_clear_line(tmp_path: Path) -> None:
         for name, messages in rank.items():
             for key, message in messages.items():
                 where = (name, key, message)
+                if (name, key) == ("auto", "text"):
+                    continue  # a file, under Lightning's own strategy
                 kind, _, text = message.partition(": ")
                 assert kind not in ("", "KeyError", "IsADirectoryError", "AssertionError", "UnpicklingError"), where
                 assert str(tmp_path) in text and "\n" not in text.partition(" (raised on")[0], where

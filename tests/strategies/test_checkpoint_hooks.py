@@ -402,6 +402,13 @@ class Copying(Small):
         return {name: value.detach().clone() for name, value in super().state_dict(*args, **kwargs).items()}
 
 
+class Renaming(Small):
+    """Gives its own tensors under other names, as wrappers do that leave their prefix out."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {f"other.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+
 class Cast(Small):
     """Saves its weights in half of the bytes."""
 
@@ -424,7 +431,7 @@ def test_copies_in_the_place_of_weights_come_back_or_are_refused(tmp_path: Path)
             return f"{type(error).__name__}: {error}"
         return saved.weights, started.weights
 
-    for rank in run_distributed(each, 2, [(name, make) for name in FEW for make in (Copying, Cast)], both):
+    for rank in run_distributed(each, 2, [(name, make) for name in FEW for make in (Copying, Renaming, Cast)], both):
         for case, found in rank.items():
             if isinstance(found, str):
                 assert found.startswith(("MisconfigurationException", "RuntimeError: Saving failed")), (case, found)

@@ -109,7 +109,7 @@ def test_nothing_runs(wrap: Any, old: bool, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 cut", pickle.dumps([1])[:-1], bytes(100)])
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 cut", pickle.dumps([1], 2)[:-1], bytes(100)])
 def test_damage_is_one_line_with_the_path(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"^a/path is damaged, or no checkpoint") as caught:
         load_plain(io.BytesIO(content), "a/path", trusted=False)

@@ -1,5 +1,6 @@
 """The checkpoint part of every strategy: Lightning's hooks, each one call into this room."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +35,21 @@ class PortableCheckpoints(Host):
     _loading: Loading | None = None
     _stand_ins: dict[str, Any]
 
+    @abstractmethod
     def training_states(self) -> TrainingStates:
         """The states of the training, as this strategy cuts them."""
-        raise NotImplementedError
 
     @property
     def _background(self) -> BackgroundSave:
         if "_background_save" not in vars(self):
             self._background_save = BackgroundSave()
         return self._background_save
+
+    @property
+    def _shows_bars(self) -> bool:
+        """Whether the user wants bars: those of the Trainer stand for all."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.progress_bar_callback is not None
 
     # --- saving ---
 
@@ -74,7 +81,7 @@ class PortableCheckpoints(Host):
             if self._async_save and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING:
                 self._background.start(place, contents)
             else:
-                write_checkpoint(place, contents, None, shown=True)
+                write_checkpoint(place, contents, None, shown=self._shows_bars)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, when the one that is being written is whole."""
@@ -121,7 +128,7 @@ class PortableCheckpoints(Host):
             self.training_states(),
             with_optimizers=with_optimizers,
             groups_later=bool(self._finetuning),
-            shown=self.is_global_zero,
+            shown=self.is_global_zero and self._shows_bars,
         )
         checkpoint = self._loading.checkpoint()
         if not self._loading.has_optimizers and self._fitting:

@@ -15,7 +15,7 @@ from uuid import uuid4
 from fsspec.core import split_protocol, url_to_fs
 
 from lightning_shard.checkpoint.format import MANIFEST
-from lightning_shard.checkpoint.whole import move_to, partial_of, remove
+from lightning_shard.checkpoint.whole import move_to, old_of, partial_of, remove
 
 
 def place_of(path: Any) -> "Place":
@@ -56,6 +56,10 @@ class Place(ABC):
     @abstractmethod
     def parent(self) -> "Place":
         """The folder that this lies in."""
+
+    def replaced(self) -> str | None:
+        """Where an old checkpoint was put aside by a run that was killed before the new one stood here."""
+        return None
 
     def read_bytes(self, name: str) -> bytes:
         """A small file's content."""
@@ -123,6 +127,11 @@ class LocalPlace(Place):
     def parent(self) -> "Place":
         """The folder that this lies in."""
         return LocalPlace(self.path.absolute().parent)
+
+    def replaced(self) -> str | None:
+        """The old checkpoint's temporary name, if it is there."""
+        old = old_of(self.path)
+        return str(old) if old.exists() else None
 
     def begin(self) -> str:
         """An empty folder under a temporary name."""

@@ -98,7 +98,9 @@ def kind_of(place: Place) -> Kind:
 
     """
     if not place.exists():
-        raise FileNotFoundError(f"There is no checkpoint at {place}.{_inside(place)}")
+        aside = place.replaced()
+        hint = f" The one that stood there was put aside as {aside}: give that path instead." if aside else ""
+        raise FileNotFoundError(f"There is no checkpoint at {place}.{hint}{_inside(place)}")
     if not place.is_folder():
         if inside := _inside(place):
             raise FileNotFoundError(f"{place} is no checkpoint.{inside}")

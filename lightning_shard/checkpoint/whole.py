@@ -82,9 +82,14 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
+def old_of(path: Path) -> Path:
+    """Where a checkpoint is put aside while a new one takes its place."""
+    return path.with_name(f".{path.name}.old")
+
+
 def move_to(partial: Path, path: Path) -> None:
     """Put a whole checkpoint, folder or file, in its place; one that stands there already is kept until then."""
-    old = path.with_name(f".{path.name}.old")
+    old = old_of(path)
     remove(old)
     if path.exists() or path.is_symlink():
         path.rename(old)

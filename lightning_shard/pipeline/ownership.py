@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_shard.materialize import has_meta_tensors, materialize
 from lightning_shard.pipeline.absent import absent_parameter, is_absent
 from lightning_shard.pipeline.layout import Layout
+from lightning_shard.sending import sendable
 
 
 def keep_own(module: "pl.LightningModule", layout: Layout, mine: Iterable[int], device: torch.device) -> None:
@@ -75,7 +76,7 @@ def take_over(
         source = rank_of(layout.owners[name][0])
         absent = is_absent(parameter)
         data = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device=device) if absent else parameter.data
-        dist.broadcast(data, src=dist.get_global_rank(group, source), group=group)
+        dist.broadcast(sendable(data), src=dist.get_global_rank(group, source), group=group)
         layout.owners[name] = tuple(sorted({*layout.owners[name], *missing[name]}, key=_owner_first(layout, name)))
         if absent and here & {rank_of(stage) for stage in missing[name]}:
             real = nn.Parameter(data, requires_grad=parameter.requires_grad)
@@ -102,7 +103,7 @@ def make_equal(tensors: Sequence[Tensor], source: int, group: Any) -> None:
     with torch.no_grad():
         for tensor in tensors:
             contiguous = tensor.data.contiguous()
-            dist.broadcast(contiguous, src=source, group=group)
+            dist.broadcast(sendable(contiguous), src=source, group=group)
             tensor.data.copy_(contiguous)
 
 
@@ -118,7 +119,7 @@ def _from_rank_zero(module: nn.Module) -> None:
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             data = tensor.data.contiguous()
-            dist.broadcast(data, src=0)
+            dist.broadcast(sendable(data), src=0)
             if data.data_ptr() != tensor.data.data_ptr():
                 tensor.data.copy_(data)
 

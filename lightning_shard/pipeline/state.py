@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.pipeline.absent import AbsentTensor, is_absent
+from lightning_shard.sending import sendable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +55,13 @@ class Gatherer:
         else:
             data = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self.device)
         if self.everywhere:
-            dist.broadcast(_raw(data), src=dist.get_global_rank(self.group, source), group=self.group)
+            dist.broadcast(sendable(data), src=dist.get_global_rank(self.group, source), group=self.group)
         elif source != 0:
             first = dist.get_global_rank(self.group, 0)
             if mine:
-                dist.send(_raw(data), dst=first, group=self.group)
+                dist.send(sendable(data), dst=first, group=self.group)
             elif self.keeps:
-                dist.recv(_raw(data), src=dist.get_global_rank(self.group, source), group=self.group)
+                dist.recv(sendable(data), src=dist.get_global_rank(self.group, source), group=self.group)
         return data.to("cpu", copy=mine) if self.keeps else None
 
     def objects(self, value: Any) -> list[Any]:
@@ -154,7 +155,3 @@ def trained_here(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield from (parameter for parameter in group["params"] if not isinstance(parameter, AbsentTensor))
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard._compat import sharding
 from lightning_shard.materialize import has_meta_tensors, materialize
+from lightning_shard.sending import sendable
 from lightning_shard.units.policy import stays_fp32
 
 
@@ -133,7 +134,7 @@ def _prepare_values(unit: nn.Module, options: ShardOptions) -> None:
                 tensor.data = tensor.data.contiguous()
             tensor.data = tensor.data.to(options.device)
             if torch.distributed.get_world_size() > 1:
-                torch.distributed.broadcast(tensor.data, src=0)
+                torch.distributed.broadcast(sendable(tensor.data), src=0)
 
 
 def _unsharded_tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_shard import _compat
 from lightning_shard.materialize import has_meta_tensors, materialize
+from lightning_shard.sending import sendable
 
 Config = dict[str, Any]
 
@@ -119,8 +120,9 @@ def broadcast_buffers(module: nn.Module) -> None:
     """Rank 0's buffers everywhere: the engine takes care of parameters only. Collective."""
     for buffer in module.buffers():
         if buffer.numel():
-            values = buffer.data
-            torch.distributed.broadcast(torch.view_as_real(values) if values.is_complex() else values, 0)
+            values = buffer.data.contiguous()
+            torch.distributed.broadcast(sendable(values), 0)
+            buffer.data.copy_(values)
 
 
 def _is_zero_plus_plus(zero: Config) -> bool:

@@ -206,3 +206,10 @@ def test_entries_that_need_pickle_are_named_and_come_back_with_trust(tmp_path: P
         load_whole(path)
     torch.save({("lightning", "fn"): Path}, tmp_path / "c" / "pickled.pt")
     assert load_whole(path, weights_only=False)["fn"] is Path
+
+
+def test_an_old_checkpoint_that_was_put_aside_is_named(tmp_path: Path) -> None:
+    """A machine died between the two renames of an overwrite."""
+    (tmp_path / ".c.ckpt.old").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*c\.ckpt\. .*put aside as .*\.c\.ckpt\.old"):
+        kind_of(place_of(tmp_path / "c.ckpt"))

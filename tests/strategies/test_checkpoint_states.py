@@ -444,3 +444,39 @@ def test_hyper_parameters_that_are_no_plain_data_need_trust(tmp_path: Path) -> N
     assert module.hparams["width"] == 6 and module.hparams["path"] == Path("a") / "b"
     loaded = Configured.load_from_checkpoint(tmp_path / "fsdp2 class", weights_only=False)
     assert loaded.hparams["choice"].number == 3
+
+
+# --- buffers of every dtype ---
+
+DTYPES = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8, torch.int16, torch.bfloat16, torch.int64)
+
+
+class Odd(Small):
+    """Has buffers of dtypes that back-ends do not know, one without dimensions, one without elements, and none."""
+
+    def __init__(self, value: int = 1) -> None:
+        super().__init__()
+        for dtype in DTYPES:
+            name = f"of_{str(dtype).removeprefix('torch.')}"
+            self.register_buffer(name, torch.full((3,), float(value)).to(dtype))
+            self.register_buffer(f"{name}_number", torch.full((), float(value)).to(dtype))
+        self.register_buffer("empty", torch.zeros(0, 2))
+        self.register_buffer("nothing", None)
+
+
+def test_buffers_of_every_dtype_come_back(tmp_path: Path) -> None:
+    def both(name: str) -> dict[str, list[complex]]:
+        run(name, Odd(), rows(1), save=tmp_path / name)
+        module = Odd(0)
+        run(name, module, rows(1), ckpt_path=tmp_path / name, max_epochs=2)
+        return {
+            key: value.to(torch.complex128).reshape(-1).tolist()
+            for key, value in module.named_buffers()
+            if key.startswith("of_")
+        }
+
+    for rank in run_distributed(each, 2, FEW, both):
+        for name, found in rank.items():
+            assert len(found) == 2 * len(DTYPES), name
+            for key, values in found.items():
+                assert set(values) == {1}, (name, key)

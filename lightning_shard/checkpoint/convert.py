@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_shard._compat.dcp import file_offset, is_fake
 from lightning_shard.checkpoint.engine_folder import open_engine
 from lightning_shard.checkpoint.format import WEIGHTS, plain_name
-from lightning_shard.checkpoint.objects import with_values
 from lightning_shard.checkpoint.places import LocalPlace, Place, place_of
 from lightning_shard.checkpoint.plain_file import FileReader
 from lightning_shard.checkpoint.plain_writer import write_plain
@@ -93,10 +92,7 @@ def open_any(place: Place, trusted: bool) -> Source:
     """Open a checkpoint of any kind, those of the DeepSpeed engine too; see `open_source`."""
     if kind_of(place) != "engine":
         refuse_safetensors(place)
-        source = open_source(place, trusted)
-        if trusted and isinstance(source.reader, FileReader):
-            source = replace(source, lightning=with_values(source.lightning, source.reader.real))
-        return source
+        return open_source(place, trusted)
     if not isinstance(place, LocalPlace):
         raise MisconfigurationException(
             f"{place} is a checkpoint of the DeepSpeed engine: copy it to a local disk first."

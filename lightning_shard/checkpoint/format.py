@@ -14,6 +14,7 @@ without rename all but the manifest lies in a folder below, which the manifest n
 """
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -135,6 +136,59 @@ def versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "lightning": lightning.__version__,
     }
+
+
+def lightning_part(
+    lightning: Mapping[str, Any],
+    optimizers: Iterable[tuple[list[dict[str, Any]], Mapping[Any, dict[str, Any]]]],
+    extra_state: Mapping[str, Any],
+    own_state: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What ``lightning.pt`` and ``pickled.pt`` hold.
+
+    Args:
+        lightning: Lightning's part.
+        optimizers: Of each optimizer its groups and its states without dimensions; names of parameters are elsewhere.
+        extra_state: Entries of the state dict that are none of the module's tensors.
+        own_state: Numbers of the strategy's own.
+
+    """
+    return {
+        "lightning": lightning,
+        "optimizers": [
+            {"groups": [hyper_parameters(group) for group in groups], "values": values} for groups, values in optimizers
+        ],
+        "extra_state": extra_state,
+        "own_state": own_state,
+    }
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def weight_at(path: tuple[Any, ...]) -> str | None:
+    """The plain name of the weight that lies at a place of the nested dict; ``None`` if there is something else.
+
+    Lightning's FSDPStrategy has them under ``"model"``.
+    """
+    return plain_name(str(path[1])) if len(path) == 2 and path[0] in (WEIGHTS, "model") else None
+
+
+def state_at(path: tuple[Any, ...]) -> tuple[int, Any, str] | None:
+    """The optimizer's number, the parameter and the name of the state that lies at a place of the nested dict."""
+    number = optimizer_at(path)
+    if number is None or len(path) != 4 or path[1] != "state":
+        return None
+    # A portable checkpoint that was made of a plain file counts parameters, as the file does.
+    return number, path[2] if isinstance(path[2], int) else plain_name(str(path[2])), str(path[3])
+
+
+def optimizer_at(path: tuple[Any, ...]) -> int | None:
+    """The number of the optimizer that a place of the nested dict belongs to."""
+    head, _, number = str(path[0]).partition("_")
+    return int(number) if head == "optimizer" and number.isdecimal() else None
 
 
 def weight_key(name: str) -> str:

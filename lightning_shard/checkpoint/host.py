@@ -11,12 +11,12 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.background import BackgroundSave
-from lightning_shard.checkpoint.format import OPTIMIZERS
+from lightning_shard.checkpoint.format import OPTIMIZERS, hyper_parameters
 from lightning_shard.checkpoint.load import Loading
 from lightning_shard.checkpoint.places import place_of
 from lightning_shard.checkpoint.save import gather_contents, write_checkpoint
 from lightning_shard.checkpoint.sources import open_source
-from lightning_shard.checkpoint.states import TrainingStates, hyper_parameters
+from lightning_shard.checkpoint.states import TrainingStates
 from lightning_shard.checkpoint.together import together
 from lightning_shard.checkpoint.whole import may_save
 

@@ -12,7 +12,17 @@ from torch import Tensor
 from lightning_shard._compat.outline import Outline, Unknown, outline
 from lightning_shard.checkpoint.engine_folder import ENGINE_KEYS
 from lightning_shard.checkpoint.engine_layout import engine_files, engine_ranks, model_name, named_shapes
-from lightning_shard.checkpoint.format import LIGHTNING, MANIFEST, OPTIMIZERS, WEIGHTS, Manifest, plain_name
+from lightning_shard.checkpoint.format import (
+    LIGHTNING,
+    MANIFEST,
+    OPTIMIZERS,
+    WEIGHTS,
+    Manifest,
+    optimizer_at,
+    plain_name,
+    state_at,
+    weight_at,
+)
 from lightning_shard.checkpoint.places import LocalPlace, Place
 from lightning_shard.checkpoint.plain_file import FileReader
 from lightning_shard.checkpoint.reading import ShardReader
@@ -153,15 +163,13 @@ def _shards(reader: ShardReader, optimizers: list[FoundOptimizer]) -> tuple[dict
     other = []
     for key, stored in reader.stored.items():
         path = reader.nested_path(key)
-        head = str(path[0])
-        if head in (WEIGHTS, "model") and len(path) == 2:
-            weights[plain_name(str(path[1]))] = FoundTensor(shape=stored.shape, dtype=stored.dtype, same=key)
-        elif head.startswith("optimizer_") and len(path) == 4 and path[1] == "state":
-            number = int(head.removeprefix("optimizer_"))
+        if (name := weight_at(path)) is not None:
+            weights[name] = FoundTensor(shape=stored.shape, dtype=stored.dtype, same=key)
+        elif (found := state_at(path)) is not None:
+            number, parameter, state = found
             while len(optimizers) <= number:
                 optimizers.append(FoundOptimizer())
-            name = path[2] if isinstance(path[2], int) else plain_name(str(path[2]))
-            optimizers[number].take(name, str(path[3]), stored)
+            optimizers[number].take(parameter, state, stored)
         else:
             other.append(".".join(map(str, path)))
     return weights, other
@@ -176,8 +184,8 @@ def _sharded(place: Place) -> Found:
     groups: dict[tuple[int, int], dict[str, Any]] = {}
     for key in reader.other:
         path = reader.nested_path(key)
-        if str(path[0]).startswith("optimizer_") and path[1] == "param_groups":
-            number = int(str(path[0]).removeprefix("optimizer_"))
+        number = optimizer_at(path)
+        if number is not None and path[1] == "param_groups":
             value = outline(io.BytesIO(reader.read_bytes(key)))
             if len(path) == 4:
                 groups.setdefault((number, int(path[2])), {})[str(path[3])] = value

@@ -16,6 +16,7 @@ from lightning_shard.checkpoint.format import (
     WEIGHTS,
     Manifest,
     WrittenBy,
+    lightning_part,
     state_key,
     weight_key,
 )
@@ -23,7 +24,6 @@ from lightning_shard.checkpoint.places import LocalPlace
 from lightning_shard.checkpoint.plain import dumped, spell, split_plain
 from lightning_shard.checkpoint.progress import Progress
 from lightning_shard.checkpoint.sources import Source
-from lightning_shard.checkpoint.states import hyper_parameters
 from lightning_shard.checkpoint.streaming import Stream, total_bytes
 
 
@@ -40,17 +40,8 @@ def write_portable(
         shown: Whether a bar is shown when it takes long.
 
     """
-    plain, apart = split_plain(
-        {
-            "lightning": source.lightning,
-            "optimizers": [
-                {"groups": [hyper_parameters(group) for group in each.groups], "values": each.values}
-                for each in source.optimizers or []
-            ],
-            "extra_state": source.extra_state,
-            "own_state": source.own_state,
-        }
-    )
+    optimizers = [(each.groups, each.values) for each in source.optimizers or []]
+    plain, apart = split_plain(lightning_part(source.lightning, optimizers, source.extra_state, source.own_state))
     data = target.begin()
     try:
         writer = BlockWriter(Path(target.folder(data)))

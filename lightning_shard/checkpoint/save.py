@@ -21,6 +21,7 @@ from lightning_shard.checkpoint.format import (
     WEIGHTS,
     Manifest,
     is_extra_state,
+    lightning_part,
     plain_name,
     state_key,
     weight_key,
@@ -28,7 +29,7 @@ from lightning_shard.checkpoint.format import (
 from lightning_shard.checkpoint.places import LocalPlace, Place
 from lightning_shard.checkpoint.plain import dumped, spell, split_plain
 from lightning_shard.checkpoint.progress import Progress
-from lightning_shard.checkpoint.states import HeldOptimizer, TrainingStates, hyper_parameters
+from lightning_shard.checkpoint.states import HeldOptimizer, TrainingStates
 from lightning_shard.checkpoint.together import from_first, together
 from lightning_shard.checkpoint.writing import write_tensors
 
@@ -96,25 +97,17 @@ def gather_contents(
         MisconfigurationException: If a hook put a tensor there of which this rank has only a part.
 
     """
-    tensors: dict[str, Held] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
-    aliases: dict[str, str] = {}
-    held = states.weights()
     frozen = _frozen(states.module) if leave_out_frozen else set()
-    extra: dict[str, Any] = {}
-    first_name: dict[int, str] = {}
     edited = {plain_name(name): value for name, value in checkpoint[WEIGHTS].items() if plain_name(name) not in frozen}
     own_names = {id(value): plain_name(name) for name, value in stand_ins.items()}
+    held = states.weights()
     chosen = together("Saving", lambda: _chosen(edited, own_names, held))
-    for name, value in edited.items():
-        if name not in chosen:
-            extra[name] = value
-        elif id(chosen[name]) in first_name:
-            aliases[name] = first_name[id(chosen[name])]
-        else:
-            first_name[id(chosen[name])] = name
-            tensors[weight_key(name)] = chosen[name]
-            paths[weight_key(name)] = (WEIGHTS, name)
+    extra = {name: value for name, value in edited.items() if name not in chosen}
+    aliases = _aliases(chosen)
+    tensors = {weight_key(name): own for name, own in chosen.items() if name not in aliases}
+    paths: dict[str, tuple[str | int, ...]] = {
+        weight_key(name): (WEIGHTS, name) for name in chosen if name not in aliases
+    }
     rest = {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, OPTIMIZERS)}
     rest = {key: _without_shards(value, (str(key),), tensors, paths) for key, value in rest.items()}
     optimizers = (states.optimizers() if OPTIMIZERS in checkpoint else None) or None
@@ -125,14 +118,8 @@ def gather_contents(
             key = state_key(number, name, state)
             tensors[key] = part
             paths[key] = (f"optimizer_{number}", "state", name, state)
-    lightning, apart = split_plain(
-        {
-            "lightning": rest,
-            "optimizers": [{"groups": _groups(each), "values": each.values} for each in optimizers or []],
-            "extra_state": extra,
-            "own_state": states.own_state(),
-        }
-    )
+    parts = [(each.groups, each.values) for each in optimizers or []]
+    lightning, apart = split_plain(lightning_part(rest, parts, extra, states.own_state()))
     return Contents(
         tensors=tensors,
         paths=paths,
@@ -176,6 +163,13 @@ def _pickled(apart: Mapping[tuple[Any, ...], Any]) -> bytes:
 def _frozen(module: nn.Module) -> set[str]:
     named = module.named_parameters(remove_duplicate=False)
     return {plain_name(name) for name, parameter in named if not parameter.requires_grad}
+
+
+def _aliases(weights: Mapping[str, Held]) -> dict[str, str]:
+    """Further names of tied weights, and the first name of each."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(own), name) for name, own in weights.items()}
+    return {name: owner for name, owner in names.items() if owner != name}
 
 
 def _chosen(edited: Mapping[str, Any], own_names: Mapping[int, str], held: Mapping[str, Held]) -> dict[str, Held]:
@@ -226,10 +220,6 @@ def _without_shards(
     if type(value) in (list, tuple):
         return type(value)(_without_shards(each, (*path, i), tensors, paths) for i, each in enumerate(value))
     return value
-
-
-def _groups(optimizer: HeldOptimizer) -> list[dict[str, Any]]:
-    return [hyper_parameters(group) for group in optimizer.groups]
 
 
 def _names(optimizer: HeldOptimizer) -> dict[str, Any]:

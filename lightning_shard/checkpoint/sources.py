@@ -18,8 +18,11 @@ from lightning_shard.checkpoint.format import (
     WEIGHTS,
     Manifest,
     is_extra_state,
+    optimizer_at,
     plain_name,
+    state_at,
     state_key,
+    weight_at,
     weight_key,
 )
 from lightning_shard.checkpoint.objects import with_values
@@ -201,14 +204,11 @@ def _by_path(reader: ShardReader) -> tuple[dict[str, str], dict[tuple[Any, ...],
     optimizers: dict[int, RawOptimizer] = defaultdict(lambda: RawOptimizer(groups=[]))
     for key in reader.stored:
         path = reader.nested_path(key)
-        head = str(path[0])
-        if head in (WEIGHTS, "model") and len(path) == 2:
-            weights[plain_name(str(path[1]))] = key
-        elif head.startswith("optimizer_") and len(path) == 4 and path[1] == "state":
-            number = int(head.removeprefix("optimizer_"))
-            # A portable checkpoint that was made of a plain file counts parameters, as the file does.
-            parameter = path[2] if isinstance(path[2], int) else plain_name(str(path[2]))
-            optimizers[number].tensors[parameter, str(path[3])] = key
+        if (name := weight_at(path)) is not None:
+            weights[name] = key
+        elif (found := state_at(path)) is not None:
+            number, parameter, state = found
+            optimizers[number].tensors[parameter, state] = key
         else:
             nested[path] = key
     return weights, nested, optimizers
@@ -226,10 +226,9 @@ def _sharded(place: Place, trusted: bool) -> Source:
     for key in reader.other:
         path = reader.nested_path(key)
         value = _unpacked(reader, key, place, trusted)
-        if path[0] in (WEIGHTS, "model"):
-            extra[plain_name(str(path[1]))] = value
-        elif str(path[0]).startswith("optimizer_"):
-            number = int(str(path[0]).removeprefix("optimizer_"))
+        if (name := weight_at(path)) is not None:
+            extra[name] = value
+        elif (number := optimizer_at(path)) is not None:
             _take_entry(path[1:], value, optimizers[number], groups[number])
     for name in [name for name in weights if is_extra_state(name)]:
         extra[name] = _one_tensor(reader, weights.pop(name))

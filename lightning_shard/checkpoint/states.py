@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.boxes import Held
-from lightning_shard.checkpoint.format import WrittenBy, plain_name
+from lightning_shard.checkpoint.format import WrittenBy, hyper_parameters, plain_name
 from lightning_shard.checkpoint.reading import Stored
 
 
@@ -179,11 +179,6 @@ class TrainingStates(ABC):
 
 KEPT = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Entries of a parameter group that say how an optimizer computes, not what: a resumed run has its own."""
-
-
-def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def restored_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

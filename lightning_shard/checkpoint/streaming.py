@@ -1,7 +1,6 @@
 """Tensors on their way from one checkpoint to another, a few megabytes at a time."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 from lightning_shard.checkpoint.boxes import Box, boxes_of_range, runs
 from lightning_shard.checkpoint.progress import Progress
 from lightning_shard.checkpoint.reading import Reader, Stored
-from lightning_shard.checkpoint.whole import move_to, partial_of
+from lightning_shard.checkpoint.whole import move_to, partial_of, remove
 
 PIECE = 16 * 1024**2
 """Bytes of a piece. Only the stored block that it is cut from is in memory besides."""
@@ -102,8 +101,7 @@ def new_file(path: Path) -> Iterator[Path]:
     """A temporary name, under which a file is written that then appears at ``path``, whole or not at all."""
     partial = partial_of(path)
     partial.parent.mkdir(parents=True, exist_ok=True)
-    if partial.is_dir():  # left by a run that was killed while it wrote a folder of the same name
-        shutil.rmtree(partial)
+    remove(partial)  # left by a run that was killed
     try:
         yield partial
         with partial.open("r+b") as file:

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from lightning_shard import _compat
 from lightning_shard._compat import partitions
 from lightning_shard.checkpoint.boxes import Held
-from lightning_shard.checkpoint.format import WrittenBy, plain_name, versions
+from lightning_shard.checkpoint.format import WrittenBy, hyper_parameters, plain_name, versions
 from lightning_shard.checkpoint.states import (
     HeldOptimizer,
     SavedOptimizer,
     TrainingStates,
-    hyper_parameters,
     restored_group,
 )
 from lightning_shard.zero.state import full_shape

@@ -168,3 +168,24 @@ def set_loss_scaler_numbers(zero_optimizer: Any, numbers: dict[str, Any]) -> Non
     scaler = getattr(zero_optimizer, "loss_scaler", None)
     if scaler is not None:
         vars(scaler).update({key: value for key, value in numbers.items() if key in vars(scaler)})
+
+
+def forget_own_links_only(zero_optimizer: Any) -> None:
+    """Let an engine of stage 1 or 2 that is freed forget the links of its own parameters to master weights, not others.
+
+    It forgets those of all parameters that it has trained. If the module is trained again, the garbage collector frees
+    the first engine at some time in the second run: whole weights would then be zeros, and saved ones incomplete.
+    """
+    groups = getattr(zero_optimizer, "bit16_groups", None)
+    destroy = getattr(zero_optimizer, "destroy", None)
+    if groups is None or destroy is None:
+        return
+    own = [(parameter, parameter._hp_mapping) for group in groups for parameter in group]
+
+    def destroy_own() -> None:
+        later = [(parameter, parameter._hp_mapping) for parameter, link in own if parameter._hp_mapping is not link]
+        destroy()
+        for parameter, link in later:
+            parameter._hp_mapping = link
+
+    zero_optimizer.destroy = destroy_own

@@ -223,7 +223,7 @@ class ZeROStrategy(WholeTensors, BothFormats, CommonStrategy, DeepSpeedStrategy)
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.lightning_module is not None
         _compat.remove_engine_hooks(self.lightning_module)
-        self.empty_weights.release()
+        self.empty_weights.release(self.lightning_module)
         check_run(trainer, self.lightning_module, str(self.precision_plugin.precision), self.stage)
         self._init_config_if_needed()
         check_format(self._checkpoint_format, self._async_save, self.config)

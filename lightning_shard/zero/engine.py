@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shard import _compat
+from lightning_shard._compat import partitions
 from lightning_shard.materialize import has_meta_tensors, materialize
 from lightning_shard.sending import sendable
 
@@ -85,6 +86,7 @@ def initialize_engine(module: nn.Module, config: Config, optimizer: Optimizer | 
         )
     if optimizer is not None:
         _compat.keep_gradients_in_memory(engine.optimizer)
+        partitions.forget_own_links_only(engine.optimizer)
         _compat.state_for_partitions(engine.optimizer, optimizer)
     return engine
 

@@ -11,6 +11,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard import _compat
 
 
+_ATTRIBUTE = "_lightning_shard_empty_weights"
+"""Of a module: what guards it."""
+
+
 class EmptyWeights:
     """Makes ``module.state_dict()`` of a partitioned module an error instead of a dictionary of empty tensors."""
 
@@ -20,16 +24,19 @@ class EmptyWeights:
 
     def guard(self, module: nn.Module) -> None:
         """Begin: the run is over, and ``module`` is left partitioned."""
+        vars(module)[_ATTRIBUTE] = self
         # torch marks the hook with an attribute, which a bound method cannot carry.
         refuse = partial(self._refuse)
         for submodule in module.modules():
             handle = submodule.register_state_dict_post_hook(refuse)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
-    def release(self) -> None:
-        """End: the next run fills the parameters again."""
-        while self._handles:
-            self._handles.pop().remove()
+    @staticmethod
+    def release(module: nn.Module) -> None:
+        """End: the next run, also that of another Trainer, fills the parameters again."""
+        guard: EmptyWeights | None = vars(module).pop(_ATTRIBUTE, None)
+        while guard is not None and guard._handles:
+            guard._handles.pop().remove()
 
     def _refuse(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         if self._paused:

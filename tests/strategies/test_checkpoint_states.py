@@ -1,6 +1,7 @@
 """What goes with weights in a checkpoint: optimizers and schedulers of every kind, states of modules, data and
 callbacks, and hyper-parameters."""
 
+import gc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -480,3 +481,26 @@ def test_buffers_of_every_dtype_come_back(tmp_path: Path) -> None:
             assert len(found) == 2 * len(DTYPES), name
             for key, values in found.items():
                 assert set(values) == {1}, (name, key)
+
+
+# --- a module that is trained again ---
+
+
+def test_a_first_engine_that_is_freed_late_takes_nothing_from_the_second(tmp_path: Path) -> None:
+    """It is freed whenever the garbage collector comes, also in the midst of the second run."""
+
+    def again(name: str) -> None:
+        module = seeded(Small)
+        first = run(name, module, rows(1))
+        second = run(name, module, rows(2))
+        wanted = second.trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+        del first
+        module.trainer = second.trainer
+        gc.collect()
+        found = second.trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+        assert_same(found, wanted, atol=0.0)
+        assert found["first.weight"].abs().min() > 0
+        second.trainer.save_checkpoint(tmp_path / name)
+        assert_same(dict(Small.load_from_checkpoint(tmp_path / name).state_dict()), wanted, atol=0.0)
+
+    run_distributed(each, 2, ["zero1", "zero2", "zero3"], again)

@@ -13,12 +13,13 @@ from torch import Tensor
 from lightning_shard._compat.dcp import file_offset, is_fake
 from lightning_shard.checkpoint.engine_folder import open_engine
 from lightning_shard.checkpoint.format import WEIGHTS, plain_name
+from lightning_shard.checkpoint.kinds import check_can_be_replaced, kind_of
 from lightning_shard.checkpoint.places import LocalPlace, Place, place_of
 from lightning_shard.checkpoint.plain_file import FileReader
 from lightning_shard.checkpoint.plain_writer import write_plain
 from lightning_shard.checkpoint.portable_writer import write_portable
-from lightning_shard.checkpoint.safetensors_writer import refuse_safetensors, write_safetensors
-from lightning_shard.checkpoint.sources import Source, kind_of, open_source
+from lightning_shard.checkpoint.safetensors_writer import write_safetensors
+from lightning_shard.checkpoint.sources import Source, open_source
 from lightning_shard.checkpoint.streaming import Stream
 
 Target = Literal["portable", "lightning", "safetensors"]
@@ -91,7 +92,6 @@ def convert(
 def open_any(place: Place, trusted: bool) -> Source:
     """Open a checkpoint of any kind, those of the DeepSpeed engine too; see `open_source`."""
     if kind_of(place) != "engine":
-        refuse_safetensors(place)
         return open_source(place, trusted)
     if not isinstance(place, LocalPlace):
         raise MisconfigurationException(
@@ -178,25 +178,15 @@ def _target(target: str | Path, kind: Target) -> LocalPlace:
         raise MisconfigurationException(
             f"{target} is no local path. Convert to a local disk, and copy what was written."
         )
-    if place.is_folder():
-        empty = kind == "portable" and not place.names()
-        if not empty:
-            _refuse_no_checkpoint(place)
-    elif place.exists() and kind == "portable":
+    if place.is_folder() and kind != "portable" and not place.names():
+        raise MisconfigurationException(f"{place} is a folder, and is not replaced by a file: give a name inside it.")
+    if place.exists() and not place.is_folder() and kind == "portable":
         raise MisconfigurationException(
             f"{place} is a file, and a portable checkpoint is a folder: give another name, or remove it first."
         )
+    if not (place.exists() and str(place).endswith(".safetensors")):
+        check_can_be_replaced(place)
     return place
-
-
-def _refuse_no_checkpoint(place: LocalPlace) -> None:
-    try:
-        kind_of(place)
-    except FileNotFoundError:
-        raise MisconfigurationException(
-            f"{place} is a folder that is no checkpoint, and is not overwritten. Give the name of the checkpoint"
-            " itself, such as a new name inside it."
-        ) from None
 
 
 def _check_apart(source: Place, target: LocalPlace) -> None:

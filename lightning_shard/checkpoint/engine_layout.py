@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_shard.checkpoint.boxes import Sizes
 from lightning_shard.checkpoint.format import plain_name
-from lightning_shard.checkpoint.sources import ENGINE
+from lightning_shard.checkpoint.kinds import ENGINE
 
 
 @dataclass(frozen=True, kw_only=True)

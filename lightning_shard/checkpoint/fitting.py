@@ -4,13 +4,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shard.checkpoint.boxes import Held
 from lightning_shard.checkpoint.reading import Stored
 from lightning_shard.checkpoint.sources import RawOptimizer, Source, dtype_kind
 from lightning_shard.checkpoint.states import SavedOptimizer
 
-_REMEDY = "Resume with the same `configure_optimizers`, or start a new run from the weights alone."
+_FRESH = (
+    "start a new run from its weights: load them into the module before `fit` (lightning_shard.load_from_checkpoint)"
+)
+_REMEDY = f"Resume with the same `configure_optimizers`, or {_FRESH}."
 
 
 def check_weights(
@@ -65,15 +69,51 @@ def check_number(source: Source, wanted: int) -> None:
     """
     if source.optimizers is None:
         raise MisconfigurationException(
-            f"{source.path} holds weights only (save_weights_only=True), so training cannot go on from it with the"
-            " optimizer as it was. Load the weights into the module before `fit` to start a new run from them, or give"
-            " a full checkpoint."
+            f"{source.path} holds weights only (saved with save_weights_only=True, or outside of `fit`), so training"
+            f" cannot go on from it with the optimizer as it was. Give a full checkpoint, or {_FRESH}."
         )
     if len(source.optimizers) != wanted:
         raise MisconfigurationException(
             f"{source.path} holds the states of {len(source.optimizers)} optimizers, but `configure_optimizers`"
             f" returned {wanted}."
         )
+
+
+def check_kind(source: Source, number: int, kind: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse the states of another kind of optimizer.
+
+    Classes may have other names for the same (a fused one), and versions of torch add hyper-parameters, so that an
+    optimizer is another one if each has hyper-parameters that the other has not.
+
+    Args:
+        source: The checkpoint.
+        number: The optimizer's.
+        kind: The class of this run's optimizer.
+        groups: Its parameter groups.
+
+    Raises:
+        MisconfigurationException: Naming both, and the hyper-parameters.
+
+    """
+    assert source.optimizers is not None
+    manifest = source.manifest.optimizers if source.manifest is not None else None
+    saved_kind = manifest[number].get("class", "") if manifest else ""
+    here = {key for group in groups for key in group} - _ANYONES
+    there = {key for group in source.optimizers[number].groups for key in group} - _ANYONES
+    if here - there and there - here:
+        raise MisconfigurationException(
+            f"{source.path}: optimizer {number} is {kind} here, with {', '.join(sorted(here - there))}; in the"
+            f" checkpoint it is {saved_kind or 'another one'}, with {', '.join(sorted(there - here))}. {_REMEDY}"
+        )
+    if saved_kind and kind != saved_kind:
+        rank_zero_warn(
+            f"{source.path} was saved with {saved_kind}, and optimizer {number} is {kind} here: it goes on with the"
+            " saved hyper-parameters and states."
+        )
+
+
+_ANYONES = frozenset({"params", "initial_lr", "bias_correction", "foreach", "fused", "capturable", "differentiable"})
+"""Entries of parameter groups that say nothing about the optimizer."""
 
 
 def fit_optimizers(
@@ -111,7 +151,7 @@ def _fit(
     if len(here) != len(there) or (not by_name and here != there):
         raise MisconfigurationException(
             f"{source.path}: optimizer {number} has groups of {there} parameters, but the module's has groups of"
-            f" {here}.{_other_weights(source, held)} {_REMEDY}"
+            f" {here}. {_REMEDY}"
         )
     name_of: dict[Any, str] = {}
     for place, (own, group) in enumerate(zip(names, raw.groups, strict=True)):
@@ -139,12 +179,6 @@ def _fit(
     return SavedOptimizer(groups=groups, tensors=tensors, values=values)
 
 
-def _other_weights(source: Source, held: Mapping[str, Held]) -> str:
-    """A hint at another module, whose optimizer then differs too."""
-    other = sorted(held.keys() ^ source.weights.keys())
-    return f" Its weights are other ones too: only one of both has {_few(other)}." if other else ""
-
-
 def _looks_elementwise(shape: Sequence[int], own: Sequence[int]) -> bool:
     return len(shape) == len(own)
 
@@ -155,9 +189,9 @@ def _check_group(
     here, there = set(own), set(saved)
     for name in own:
         if name not in there:
-            where = next((str(i) for i, group in enumerate(raw.groups) if name in group["params"]), "none")
+            where = next((f"group {i}" for i, group in enumerate(raw.groups) if name in group["params"]), "no group")
             raise MisconfigurationException(
-                f"{path}: parameter {name!r} is in group {place} of optimizer {number} here, but in group {where} in"
+                f"{path}: parameter {name!r} is in group {place} of optimizer {number} here, but in {where} in"
                 f" the checkpoint. {_REMEDY}"
             )
     if extra := [name for name in saved if name not in here]:

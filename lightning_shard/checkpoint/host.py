@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.background import BackgroundSave
 from lightning_shard.checkpoint.format import OPTIMIZERS, hyper_parameters
+from lightning_shard.checkpoint.kinds import check_can_be_replaced
 from lightning_shard.checkpoint.load import Loading
 from lightning_shard.checkpoint.places import place_of
 from lightning_shard.checkpoint.save import gather_contents, write_checkpoint
@@ -68,6 +69,7 @@ class PortableCheckpoints(Host):
 
         Raises:
             RuntimeError: On every rank, if writing failed on any.
+        MisconfigurationException: If something else than a checkpoint stands there.
 
         """
         assert self.lightning_module is not None
@@ -75,6 +77,7 @@ class PortableCheckpoints(Host):
             return
         place = place_of(self.broadcast(filepath))
         self._background.finish()
+        together(f"Saving to {place}", lambda: check_can_be_replaced(place))
         with torch.no_grad():
             contents = gather_contents(checkpoint, self.training_states(), self._stand_ins, self._leaves_out_frozen)
             state = self.lightning_module.trainer.state

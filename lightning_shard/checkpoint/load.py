@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.checkpoint.assemble import whole
 from lightning_shard.checkpoint.boxes import Held, cut
 from lightning_shard.checkpoint.dtensors import hold_shards
-from lightning_shard.checkpoint.fitting import check_number, check_weights, fit_optimizers
+from lightning_shard.checkpoint.fitting import check_kind, check_number, check_weights, fit_optimizers
 from lightning_shard.checkpoint.format import OPTIMIZERS, WEIGHTS, is_extra_state, plain_name
 from lightning_shard.checkpoint.plain import put_back
 from lightning_shard.checkpoint.progress import Progress
@@ -59,14 +59,20 @@ class Loading:
             MisconfigurationException: If groups have other parameters, or the strategy cannot hold the states.
 
         """
-        held = self._states.weights()
+        held, own = self._states.weights(), self._states.optimizers()
         # Another module has other optimizer states too, but its weights say better what is wrong.
         stored = {name: self._source.weight(name) for name in self._source.weights}
         check_weights(self._source.path, stored, held, strict=False)
-        names = [[group["params"] for group in each.groups] for each in self._states.optimizers()]
+        for number, each in enumerate(own):
+            check_kind(self._source, number, each.kind, each.groups)
         named = self._states.module.named_parameters()
         frozen = {plain_name(name) for name, parameter in named if not parameter.requires_grad}
-        self._fitted = fit_optimizers(self._source, names, held, frozen)
+        names = [[group["params"] for group in each.groups] for each in own]
+        try:
+            self._fitted = fit_optimizers(self._source, names, held, frozen)
+        except MisconfigurationException:
+            check_weights(self._source.path, stored, held, strict=self._states.module.strict_loading)
+            raise
         for number, saved in enumerate(self._fitted):
             self._states.check(self._source.path, number, saved)
 

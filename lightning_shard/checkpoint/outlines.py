@@ -23,11 +23,10 @@ from lightning_shard.checkpoint.format import (
     state_at,
     weight_at,
 )
+from lightning_shard.checkpoint.kinds import SHARDED_METADATA, Kind, kind_of, refuse_safetensors
 from lightning_shard.checkpoint.places import LocalPlace, Place
 from lightning_shard.checkpoint.plain_file import FileReader
 from lightning_shard.checkpoint.reading import ShardReader
-from lightning_shard.checkpoint.safetensors_writer import refuse_safetensors
-from lightning_shard.checkpoint.sources import SHARDED_METADATA, Kind, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)

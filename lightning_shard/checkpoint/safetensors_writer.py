@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_shard.checkpoint.places import Place
 from lightning_shard.checkpoint.progress import Progress
 from lightning_shard.checkpoint.streaming import Stream, new_file, total_bytes, write_flat
 
@@ -34,20 +33,6 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 """Names of the dtypes that the format knows."""
-
-
-def refuse_safetensors(place: Place) -> None:
-    """Say so if a file is a safetensors file: it holds weights alone, and no checkpoint of Lightning's.
-
-    Raises:
-        MisconfigurationException: If its name says so.
-
-    """
-    if str(place).endswith(".safetensors"):
-        raise MisconfigurationException(
-            f"{place} is a safetensors file: weights alone, and no checkpoint of Lightning's. Load it into a module"
-            " with `safetensors.torch.load_model`."
-        )
 
 
 def write_safetensors(

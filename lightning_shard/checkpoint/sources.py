@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_shard.checkpoint.format import (
     LIGHTNING,
     MANIFEST,
-    METADATA,
     OPTIMIZERS,
     PICKLED,
     WEIGHTS,
@@ -25,19 +24,12 @@ from lightning_shard.checkpoint.format import (
     weight_at,
     weight_key,
 )
+from lightning_shard.checkpoint.kinds import SHARDED_METADATA, Kind, kind_of, refuse_safetensors
 from lightning_shard.checkpoint.objects import with_values
 from lightning_shard.checkpoint.places import Place
 from lightning_shard.checkpoint.plain import load_plain, put_back, refuse_pickled
 from lightning_shard.checkpoint.plain_file import FileReader
 from lightning_shard.checkpoint.reading import Reader, ShardReader, Stored
-
-SHARDED_METADATA = "meta.pt"
-"""Lightning's part in the folders that its FSDPStrategy and ModelParallelStrategy write."""
-
-ENGINE = "checkpoint"
-"""The folder in which Lightning's DeepSpeedStrategy, and ours in the engine's format, keep the engine's files."""
-
-Kind = Literal["portable", "file", "sharded", "engine"]
 
 
 @dataclass(kw_only=True)
@@ -91,45 +83,6 @@ class Source:
     def weight(self, name: str) -> Stored:
         """A weight's shape and dtype."""
         return self.reader.stored[self.weights[name]]
-
-
-def kind_of(place: Place) -> Kind:
-    """What kind of checkpoint lies at a place.
-
-    Raises:
-        FileNotFoundError: If there is none: nothing, a part of one, or one that was not written to its end.
-
-    """
-    if not place.exists():
-        aside = place.replaced()
-        hint = f" The one that stood there was put aside as {aside}: give that path instead." if aside else ""
-        raise FileNotFoundError(f"There is no checkpoint at {place}.{hint}{_inside(place)}")
-    if not place.is_folder():
-        if inside := _inside(place):
-            raise FileNotFoundError(f"{place} is no checkpoint.{inside}")
-        return "file"
-    if place.exists(MANIFEST):
-        return "portable"
-    if place.exists(SHARDED_METADATA) and place.exists(METADATA):
-        return "sharded"
-    if place.exists(ENGINE) or place.exists("latest"):
-        return "engine"
-    names = place.names()
-    found = "is empty" if not names else f"holds {', '.join(names[:4])}{' and more' if len(names) > 4 else ''}"
-    if place.exists(METADATA) or any(name.startswith(("data-", "__0_")) for name in names):
-        found += f", but not the {MANIFEST} (or {SHARDED_METADATA}) that is written last: it was not written to its end"
-    raise FileNotFoundError(f"{place} is no checkpoint: the folder {found}.{_inside(place)}")
-
-
-def _inside(place: Place) -> str:
-    outer = place
-    for _ in range(2):
-        outer = outer.parent()
-        if any(outer.exists(name) for name in (MANIFEST, SHARDED_METADATA)) or (
-            outer.exists(ENGINE) and outer.exists("latest")
-        ):
-            return f" It lies inside the checkpoint {outer}: give that path instead."
-    return ""
 
 
 def open_source(place: Place, trusted: bool) -> Source:
@@ -284,6 +237,7 @@ def _one_tensor(reader: Reader, key: str) -> Tensor:
 
 def _file(place: Place, trusted: bool) -> Source:
     """A plain Lightning file, or a bare state dict."""
+    refuse_safetensors(place)
     reader = FileReader(place, trusted)
     contents = reader.contents
     if not isinstance(contents, dict):

@@ -59,6 +59,38 @@ class BoxPlanner(DefaultSavePlanner):
         return tensor.contiguous()
 
 
+class _RootCause:
+    """Tells why writing failed: torch's zip writer hides a full disk, or an interrupt, behind an error of its own.
+
+    What torch passes on to other ranks has lost the chain of errors.
+    """
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)  # type: ignore[misc]
+        except BaseException as error:
+            root = _root_of(error)
+            if root is error:
+                raise
+            raise root from None
+
+
+class _LocalWriter(_RootCause, FileSystemWriter):
+    """Writes to a path."""
+
+
+class _UrlWriter(_RootCause, RemoteWriter):
+    """Writes to a URL."""
+
+
+def _root_of(error: BaseException) -> BaseException:
+    """The first of a chain of errors that is the system's or the user's doing; else the error itself."""
+    chain = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and before not in chain:
+        chain.append(before)
+    return next((each for each in reversed(chain) if isinstance(each, (OSError, KeyboardInterrupt))), error)
+
+
 def write_tensors(
     folder: str,
     remote: bool,
@@ -79,9 +111,10 @@ def write_tensors(
 
     Raises:
         RuntimeError: On every rank, if writing failed on any, naming it and the cause.
+        KeyboardInterrupt: On every rank, if one was interrupted.
 
     """
-    writer: FileSystemWriter = RemoteWriter(folder) if remote else FileSystemWriter(folder)
+    writer: FileSystemWriter = _UrlWriter(folder) if remote else _LocalWriter(folder)
     try:
         save(
             {},
@@ -91,6 +124,8 @@ def write_tensors(
             no_dist=not torch.distributed.is_initialized(),
         )
     except CheckpointException as error:
+        if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
+            raise KeyboardInterrupt from error
         raise RuntimeError(_causes(error)) from error
 
 

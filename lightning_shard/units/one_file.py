@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint.format import WEIGHTS, plain_name
+from lightning_shard.checkpoint.kinds import kind_of
 from lightning_shard.checkpoint.places import place_of
-from lightning_shard.checkpoint.sources import kind_of
 from lightning_shard.checkpoint.whole import may_save, move_to, partial_of
 from lightning_shard.units.full import full_tensor, has_sharded_tensors
 

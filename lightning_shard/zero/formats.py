@@ -7,8 +7,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_shard.checkpoint.host import PortableCheckpoints
+from lightning_shard.checkpoint.kinds import kind_of
 from lightning_shard.checkpoint.places import place_of
-from lightning_shard.checkpoint.sources import kind_of
 from lightning_shard.zero.engine_checkpoints import EngineCheckpoints
 from lightning_shard.zero.held import PartitionStates
 from lightning_shard.zero.leftover import EmptyWeights

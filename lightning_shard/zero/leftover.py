@@ -10,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard import _compat
 
-
 _ATTRIBUTE = "_lightning_shard_empty_weights"
 """Of a module: what guards it."""
 

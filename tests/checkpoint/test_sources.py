@@ -13,11 +13,12 @@ import lightning_shard  # noqa: F401  (registers the names)
 from lightning_shard.checkpoint.assemble import assemble, load_whole
 from lightning_shard.checkpoint.boxes import Box, Held
 from lightning_shard.checkpoint.format import Manifest, WrittenBy, plain_name, state_key, weight_key
+from lightning_shard.checkpoint.kinds import kind_of
 from lightning_shard.checkpoint.places import place_of
 from lightning_shard.checkpoint.plain import dumped
 from lightning_shard.checkpoint.progress import Progress
 from lightning_shard.checkpoint.save import Contents, write_checkpoint
-from lightning_shard.checkpoint.sources import kind_of, open_source
+from lightning_shard.checkpoint.sources import open_source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

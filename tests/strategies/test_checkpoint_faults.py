@@ -5,10 +5,12 @@ import itertools
 import json
 import os
 import pickle
+import resource
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -577,3 +579,88 @@ def test_files_that_would_run_code_do_not(tmp_path: Path) -> None:
         with (tmp_path / key / ".metadata").open("rb") as file:
             pickle.load(file)
         (tmp_path / "ran").rmdir()
+
+
+def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
+    def save(name: str) -> list[str]:
+        folder = tmp_path / name
+        if world()[0] == 0:
+            (folder / "mine").mkdir(parents=True)
+            (folder / "mine" / "thesis.txt").write_text("years")
+            (folder / "note.txt").write_text("a note")
+            (folder / "empty").mkdir()
+        ran = run(name, seeded(Small), rows(1), save=folder / "runs" / "a.ckpt")
+        found = [
+            message_of(lambda path=path: ran.trainer.save_checkpoint(folder / path))
+            for path in ("mine", "runs", "note.txt")
+        ]
+        ran.trainer.save_checkpoint(folder / "empty")
+        if world()[0] == 0:
+            torch.save({"state_dict": {}}, folder / "plain.ckpt")
+        torch.distributed.barrier()
+        ran.trainer.save_checkpoint(folder / "plain.ckpt")
+        return found
+
+    for rank in run_distributed(each, 2, STRATEGIES, save):
+        for name, messages in rank.items():
+            for message, path in zip(messages, ("mine", "runs", "note.txt"), strict=True):
+                assert f"{tmp_path / name / path} is a" in message and "is not overwritten" in message, (name, message)
+            assert (tmp_path / name / "mine" / "thesis.txt").read_text() == "years"
+            assert (tmp_path / name / "note.txt").read_text() == "a note"
+            assert (tmp_path / name / "runs" / "a.ckpt" / "manifest.json").is_file()
+            assert (tmp_path / name / "empty" / "manifest.json").is_file()
+            assert (tmp_path / name / "plain.ckpt" / "manifest.json").is_file()
+
+
+@contextmanager
+def small_files(on_rank: int) -> Any:
+    """Inside, files of one rank can grow to 20,000 bytes, as on a disk that is full then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if world()[0] == on_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+class Larger(Small):
+    """Has a parameter that is larger than the buffer of a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(3, 8000)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.more(batch).square().mean()
+
+
+def test_a_disk_that_fills_up_is_told_as_such(tmp_path: Path) -> None:
+    """torch's zip writer hides the system's error behind one of its own."""
+
+    def save() -> str:
+        ran = run("fsdp2", seeded(Larger), rows(1), save=tmp_path / "c")
+        with small_files(on_rank=1):
+            found = message_of(lambda: ran.trainer.save_checkpoint(tmp_path / "c"))
+        torch.distributed.barrier()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+        assert_same(dict(Larger.load_from_checkpoint(tmp_path / "c").state_dict()), ran.weights, atol=0.0)
+        return found
+
+    for message in run_distributed(save, 2):
+        assert message.startswith("RuntimeError: The checkpoint"), message
+        assert "rank 1 failed with OSError: [Errno 27] File too large" in message, message
+
+
+def test_an_interrupt_stays_one_on_every_rank(tmp_path: Path) -> None:
+    def save() -> str:
+        ran = run("fsdp2", seeded(Small), rows(1), save=tmp_path / "c")
+        with FullDisk(1, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+            ran.trainer.save_checkpoint(tmp_path / "c")
+        torch.distributed.barrier()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+        return "interrupted"
+
+    assert run_distributed(save, 2) == ["interrupted"] * 2

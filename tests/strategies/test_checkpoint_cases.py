@@ -427,3 +427,34 @@ def test_a_rank_that_fails_alone_does_not_hang_the_others(tmp_path: Path) -> Non
 
     with pytest.raises(RankFailed, match="There is no checkpoint"):
         run_distributed(load, 2, timeout=30.0)
+
+
+def test_two_ranks_save_and_three_or_one_go_on(tmp_path: Path) -> None:
+    """Numbers of ranks that no size of the module is divided by."""
+    batches = rows(5, size=12)
+
+    def save(name: str) -> None:
+        run(name, seeded(Small), batches[:3], save=tmp_path / name)
+
+    def resume(name: str) -> dict[str, Any]:
+        found = {}
+        for source in SHARDED:
+            ran = run(name, seeded(Small, seed=99), batches[3:], ckpt_path=tmp_path / source, max_epochs=2)
+            found[source] = (ran.weights, ran.optimizer)
+        return found
+
+    run_distributed(each, 2, SHARDED, save)
+
+    def uninterrupted() -> Any:
+        ran = run("auto", seeded(Small), batches)
+        return ran.weights, ran.optimizer
+
+    (expected,) = run_distributed(uninterrupted, 1)
+    for ranks, names in ((3, SHARDED), (1, ["auto"])):
+        for rank in run_distributed(each, ranks, names, resume):
+            for name, by_source in rank.items():
+                for source, (weights, states) in by_source.items():
+                    assert_same(weights, expected[0])
+                    assert {float(state["step"]) for state in states.values()} == {5.0}, (name, source)
+                    for parameter, state in states.items():
+                        assert_same(state, expected[1][parameter])

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from lightning_shard.checkpoint.convert import convert as convert_checkpoint
     from lightning_shard.checkpoint.inference import load_from_checkpoint
     from lightning_shard.checkpoint.inspect import inspect as inspect_checkpoint
+    from lightning_shard.plan.search import plan_module as plan
+    from lightning_shard.strategies.auto import AutoShardStrategy
     from lightning_shard.strategies.fsdp import FSDP2Strategy
     from lightning_shard.strategies.pipeline import PipelineStrategy
     from lightning_shard.strategies.zero import ZeROStrategy
@@ -31,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActivationCheckpointing",
+    "AutoShardStrategy",
     "ClassUnits",
     "FSDP2Strategy",
     "MixedPrecision",
@@ -44,9 +47,11 @@ __all__ = [
     "convert_checkpoint",
     "inspect_checkpoint",
     "load_from_checkpoint",
+    "plan",
 ]
 
-_MODULES = {
+_MODULES: dict[str, tuple[str, str | None]] = {
+    "AutoShardStrategy": ("lightning_shard.strategies.auto", "AutoShardStrategy"),
     "FSDP2Strategy": ("lightning_shard.strategies.fsdp", "FSDP2Strategy"),
     "PipelineStrategy": ("lightning_shard.strategies.pipeline", "PipelineStrategy"),
     "ZeROStrategy": ("lightning_shard.strategies.zero", "ZeROStrategy"),
@@ -54,15 +59,17 @@ _MODULES = {
     "convert_checkpoint": ("lightning_shard.checkpoint.convert", "convert"),
     "inspect_checkpoint": ("lightning_shard.checkpoint.inspect", "inspect"),
     "load_from_checkpoint": ("lightning_shard.checkpoint.inference", "load_from_checkpoint"),
+    "plan": ("lightning_shard.plan", None),
 }
-"""Where the public names live that are imported when first used: module, and name there."""
+"""Where the public names live that are imported when first used: module, and name there; None for the module itself."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, own_name = _MODULES[name]
-    value = getattr(import_module(module), own_name)
+    found = import_module(module)
+    value = found if own_name is None else getattr(found, own_name)
     globals()[name] = value
     return value
 

@@ -40,6 +40,7 @@ class Name:
 PIPELINE = "lightning_shard.strategies.pipeline:PipelineStrategy"
 FSDP2 = "lightning_shard.strategies.fsdp:FSDP2Strategy"
 ZERO = "lightning_shard.strategies.zero:ZeROStrategy"
+AUTO = "lightning_shard.strategies.auto:AutoShardStrategy"
 
 NVME_PATH = "nvme_swap"
 """Swap folder of ``zero3_nvme``, relative to the working directory; choose a local drive through ``Offload``."""
@@ -129,6 +130,9 @@ NAMES: dict[str, Name] = {
         strategy=PIPELINE,
         settings={"schedule": "dualpipev"},
         description="V-shaped pipeline that pairs forwards with backwards (DualPipeV)",
+    ),
+    "auto_shard": Name(
+        strategy=AUTO, description="The planner chooses: of the strategies that fit the memory the least invasive"
     ),
 }
 

@@ -28,6 +28,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "validate": Subcommand(module="lightning_shard_cli.training", summary="run its validation loop"),
     "test": Subcommand(module="lightning_shard_cli.training", summary="run its test loop"),
     "predict": Subcommand(module="lightning_shard_cli.training", summary="run its predict loop"),
+    "plan": Subcommand(module="lightning_shard_cli.plan", summary="say what every strategy costs, before the run"),
     "convert": Subcommand(module="lightning_shard_cli.convert", summary="write a checkpoint in another format"),
     "inspect": Subcommand(module="lightning_shard_cli.inspect", summary="say what a checkpoint holds"),
 }
@@ -45,11 +46,11 @@ subcommands:
   lightning-shard fit --config my.yaml --print_config        every setting and its value, as YAML
   lightning-shard fit --trainer.strategy.help                the strategies
   lightning-shard fit --trainer.strategy.help=ZeROStrategy   the options of one, each explained
+  lightning-shard plan --params 7e9 --devices 8              what each strategy costs, before the run
   lightning-shard convert last.ckpt model.safetensors        a checkpoint of any kind in another format
   lightning-shard inspect last.ckpt                          who wrote it and what it holds
   lightning-shard SUBCOMMAND --help                          all options of a subcommand
   lightning-shard --version
-
 Modules are looked up from the current folder first. LIGHTNING_SHARD_TRACEBACK=1 shows the traceback behind a message.
 """
 

@@ -83,7 +83,7 @@ def lay_out(
     """
     first = traces[0]
     found, refused = CutFinder(first).find()
-    costs = _costs(module, first, found, stages, balance)
+    costs = costs_before(module, first, found, balance, stages)
     cuts = [found[place] for place in _choose(found, refused, costs, stages, split, first)]
     layout = Layout(cuts=[cut.keys for cut in cuts], owners={})
     uses = [parameter_stages(first, cuts)]
@@ -190,8 +190,8 @@ def _choose(
         raise
 
 
-def _costs(
-    module: "pl.LightningModule", trace: Trace, cuts: Sequence[Cut], stages: int, balance: Balance
+def costs_before(
+    module: "pl.LightningModule", trace: Trace, cuts: Sequence[Cut], balance: Balance, stages: int = 1
 ) -> list[float]:
     """What comes before each cut, and in the whole step, in FLOPs, elements or bytes."""
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}

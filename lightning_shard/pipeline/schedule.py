@@ -275,6 +275,27 @@ def _input_times(action: Action, stages: int, finished: dict[Action, int]) -> in
     return max(times, default=0) if len(times) == len(needed) else None
 
 
+def by_stage(actions_by_rank: Sequence[Sequence[Action]], stages: int) -> list[list[Action]]:
+    """Each stage's actions, in order."""
+    found: list[list[Action]] = [[] for _ in range(stages)]
+    for actions in actions_by_rank:
+        for action in actions:
+            found[action.stage].append(action)
+    return found
+
+
+def peak_waiting(actions_by_stage: Sequence[Sequence[Action]]) -> list[int]:
+    """The most microbatches for which a stage has computed the gradients of its inputs, but not yet of its weights."""
+    peaks = []
+    for actions in actions_by_stage:
+        waiting = peak = 0
+        for action in actions:
+            waiting += {"F": 0, "I": 1, "W": -1, "B": 0}[action.kind]
+            peak = max(peak, waiting)
+        peaks.append(peak)
+    return peaks
+
+
 def peak_activations(actions_by_rank: Sequence[Sequence[Action]]) -> list[int]:
     """The most forwards of a rank whose activations are kept at once.
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard._compat import sharding
+from lightning_shard._compat.simulating import is_simulated
 from lightning_shard.units.standstill import Standstill
 
 
@@ -52,7 +53,8 @@ class ReachedParameters:
     ) -> None:
         # The processes talk, not the devices: a message over nccl would make every backward wait for its GPU. And in a
         # group of their own: where ranks are out of step, it must not be taken for a part of another collective.
-        self._group = torch.distributed.new_group(backend="gloo")
+        self._alone = is_simulated()  # nobody to talk to
+        self._group = None if self._alone else torch.distributed.new_group(backend="gloo")
         self.standstill = Standstill()
         weakref.finalize(self, self.standstill.stop)  # its thread would outlive the module
         watch = device.type == "cpu"
@@ -104,18 +106,24 @@ class ReachedParameters:
         self.finish()
         self.pending = False
         gathers = tuple(self._gathers)
-        # A tuple of integers hashes alike in every process; 62 bits leave room for the sign.
-        digest = hash(gathers) % (1 << 62)
         reached = [id(parameter) in self._reached for parameter in self._parameters]
-        message = torch.tensor([digest, -digest, *reached])
-        work = torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
         missed = [p for p, is_reached in zip(self._parameters, reached, strict=True) if not is_reached]
-        self._sent = _Sent(work=work, message=message, gathers=gathers)
-        if any(parameter.grad is not None for parameter in missed):
-            self.finish(frozenset(self._first))
+        if self._alone:
+            self._take_away(missed, frozenset(self._first))
+        else:
+            self._tell(gathers, reached, missed)
         self._gathers.clear()
         self._reached.clear()
         self._first.clear()
+
+    def _tell(self, gathers: tuple[int, ...], reached: list[bool], missed: list[nn.Parameter]) -> None:
+        # A tuple of integers hashes alike in every process; 62 bits leave room for the sign.
+        digest = hash(gathers) % (1 << 62)
+        message = torch.tensor([digest, -digest, *reached])
+        work = torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
+        self._sent = _Sent(work=work, message=message, gathers=gathers)
+        if any(parameter.grad is not None for parameter in missed):
+            self.finish(frozenset(self._first))
 
     def finish(self, first: frozenset[int] = frozenset()) -> None:
         """Look at the answer to the last message, if it has not been looked at.
@@ -135,8 +143,13 @@ class ReachedParameters:
         high, low, *reached = sent.message.tolist()
         if high != -low:
             raise MisconfigurationException(self._explain(sent.gathers))
-        for parameter, is_reached in zip(self._parameters, reached, strict=True):
-            if not is_reached and id(parameter) in first:
+        missed = [p for p, is_reached in zip(self._parameters, reached, strict=True) if not is_reached]
+        self._take_away(missed, first)
+
+    @staticmethod
+    def _take_away(missed: list[nn.Parameter], first: frozenset[int]) -> None:
+        for parameter in missed:
+            if id(parameter) in first:
                 parameter.grad = None
 
     def _wait(self, work: Any) -> None:

@@ -117,8 +117,10 @@ class DryCopier:
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             else:
                 fake.requires_grad_(tensor.requires_grad)
+        of_fakes = set(vars(fake))  # such as the mode that a fake belongs to, of which the copy has its own
         for name, value in vars(tensor).items():
-            setattr(fake, name, self(value))
+            if name not in of_fakes:
+                setattr(fake, name, self(value))
         return fake
 
     def _module(self, module: nn.Module) -> nn.Module:

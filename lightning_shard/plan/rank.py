@@ -1,0 +1,222 @@
+"""The simulated rank: a Trainer with the real strategy, and a callback that looks on. For a process of its own."""
+
+import io
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout, suppress
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_shard._compat.dry_run import FakeTensorMode, attached_trainer, fake_mode
+from lightning_shard._compat.simulating import join_fake_group
+from lightning_shard.plan.alone import Alone, Repeated, quieten, wait_for_nobody
+from lightning_shard.plan.ledger import Ledger
+from lightning_shard.plan.repeats import shorten
+from lightning_shard.plan.results import Memory
+from lightning_shard.plan.simulate import SINGLE, Simulation, SimulationOptions
+from lightning_shard.telemetry.fsdp_memory import is_counted
+from lightning_shard.telemetry.traffic import Traffic, TrafficCounter
+from lightning_shard.units.dry_copy import DryCopier
+from lightning_shard.units.shard import recompute_activations
+
+
+class _Done(Exception):
+    """The steps are over."""
+
+
+class Onlooker(pl.Callback):
+    """Enters the world without data when process groups are made; ends the run after the second optimizer step.
+
+    Args:
+        mode: That world.
+        ledger: Keeps book of the second step.
+        options: Of the simulation.
+        batch: The batch of every step.
+        stack: Closes what is entered.
+
+    """
+
+    def __init__(
+        self, mode: FakeTensorMode, ledger: Ledger, options: SimulationOptions, batch: Any, stack: ExitStack
+    ) -> None:
+        self._mode, self._ledger, self._options, self._batch, self._stack = mode, ledger, options, batch, stack
+        self._batches = options.accumulate_grad_batches
+        self._counter = TrafficCounter()
+        self._before: Traffic | None = None
+        self.held = Memory()
+        self.traffic: Traffic | None = None
+
+    @override
+    def setup(self, trainer: "pl.Trainer", module: "pl.LightningModule", stage: str) -> None:
+        self._stack.enter_context(self._mode)  # later than the process groups, whose making needs real numbers
+
+    @override
+    def on_train_start(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        # Later than the strategy's setup, where it looks at steps without running them.
+        self._stack.enter_context(self._ledger)
+        self._stack.enter_context(self._counter)
+        self._declare(trainer, module)
+        for optimizer in trainer.optimizers if self._options.like_cuda else ():
+            _take_lists(optimizer)
+        if self._options.repeats is not None:
+            _mark_blocks(module, self._options.repeats.names[: self._options.blocks], self._ledger)
+
+    @override
+    def on_train_batch_start(self, trainer: "pl.Trainer", module: "pl.LightningModule", batch: Any, idx: int) -> None:
+        if idx == self._batches:
+            self._declare(trainer, module)
+            self._ledger.begin_step()
+            self._before = self._counter.traffic
+        self._ledger.mark("before")
+
+    @override
+    def on_before_optimizer_step(self, trainer: "pl.Trainer", module: "pl.LightningModule", optimizer: Any) -> None:
+        with torch.no_grad():
+            self._ledger.declare([p.grad for p in module.parameters() if p.grad is not None], "gradients")
+        self.held = self._ledger.held()
+        self._ledger.mark("optimizer")
+        self._ledger.optimizing = True
+
+    @override
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", module: "pl.LightningModule", outputs: Any, batch: Any, idx: int
+    ) -> None:
+        self._ledger.optimizing = False
+        if idx + 1 == 2 * self._batches:
+            assert self._before is not None
+            self.traffic = self._counter.traffic - self._before
+            raise _Done
+
+    def _declare(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        with torch.no_grad():
+            self._ledger.declare(module.parameters(), "parameters")
+            self._ledger.declare([p.grad for p in module.parameters() if p.grad is not None], "gradients")
+            self._ledger.declare(module.buffers(), "buffers")
+            self._ledger.declare([self._batch], "buffers")
+            for optimizer in trainer.optimizers:
+                self._ledger.declare([list(state.values()) for state in optimizer.state.values()], "optimizer")
+
+
+def run_rank(module: "pl.LightningModule", batch: Any, options: SimulationOptions) -> Simulation:
+    """Be the rank. The process is of no other use afterwards."""
+    began = time.monotonic()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    mode = fake_mode()
+    attached = attached_trainer(module)
+    copier = DryCopier(mode, torch.device("cpu"), [] if attached is None else [(attached, None)])
+    clone, fake_batch = copier(module), copier(batch)
+    del copier  # it would keep the parameters that the strategy replaces
+    quieten(clone)
+    wait_for_nobody()
+    for name in options.checkpointed:
+        recompute_activations(clone.get_submodule(name))
+    if options.repeats is not None:
+        shorten(clone, options.repeats, options.blocks)
+    if options.strategy != SINGLE:
+        join_fake_group(options.rank, options.world_size)
+    ledger = Ledger(512 if options.like_cuda else 1)
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        onlooker = Onlooker(mode, ledger, options, fake_batch, stack)
+        trainer = _trainer(options, onlooker)
+        with suppress(_Done):
+            trainer.fit(clone, Repeated(fake_batch, 2 * options.accumulate_grad_batches))
+        assert onlooker.traffic is not None
+        peaks = ledger.peaks()
+        names = {id(parameter): name for name, parameter in clone.named_parameters()}
+        groups = [group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return Simulation(
+        peak=max(peaks.values(), key=lambda memory: memory.total),
+        segments=peaks,
+        held=onlooker.held,
+        payload_elements=onlooker.traffic.payload,
+        sent_elements=onlooker.traffic.sent,
+        optimizer_bytes=_optimizer_bytes(trainer.optimizers, names),
+        optimizer_groups=tuple(tuple(names[id(p)] for p in group if id(p) in names) for group in groups),
+        optimizers=tuple(type(optimizer).__name__ for optimizer in trainer.optimizers),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _trainer(options: SimulationOptions, onlooker: Onlooker) -> "pl.Trainer":
+    single = options.strategy == SINGLE
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1 if single else options.world_size,
+        strategy=_strategy(options),
+        plugins=[] if single else [Alone(options.rank, options.world_size)],
+        callbacks=[onlooker],
+        precision=options.precision,  # type: ignore[arg-type]
+        gradient_clip_val=options.gradient_clip_val,
+        accumulate_grad_batches=options.accumulate_grad_batches,
+        max_steps=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+    )
+    # Tensors without data cannot move, and are where they should be; and there are no other ranks to take leave of.
+    vars(trainer.strategy).update(on_exception=lambda error: None, teardown=lambda: None)
+    if single:
+        vars(trainer.strategy).update(model_to_device=lambda: None)
+    return trainer
+
+
+def _strategy(options: SimulationOptions) -> Strategy:
+    if options.strategy == SINGLE:
+        return SingleDeviceStrategy(device="cpu")
+    entry = StrategyRegistry[options.strategy]
+    made: Strategy = entry["strategy"](**{**entry["init_params"], **options.settings})
+    return made
+
+
+def _optimizer_bytes(optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]) -> dict[str, int]:
+    kept = {}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in names:
+                counted = [value for name, value in state.items() if is_counted(name, value, parameter)]
+                kept[names[id(parameter)]] = sum(value.numel() * value.element_size() for value in counted)
+    return kept
+
+
+def _take_lists(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer work on lists of tensors, which is torch's choice on a GPU and not on a CPU."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def _mark_blocks(module: nn.Module, names: Sequence[str], ledger: Ledger) -> None:
+    """Let the ledger know where each block's forward and backward begin and end."""
+
+    def begin_backward(number: int, value: Any) -> None:
+        for tensor in [value] if isinstance(value, Tensor) else value if isinstance(value, tuple | list) else ():
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: ledger.mark(f"backward {number}"))  # type: ignore[no-untyped-call]
+                return
+
+    for number, name in enumerate(names):
+
+        def entering(*_: Any, number: int = number) -> None:
+            ledger.mark(f"forward {number}")
+
+        def leaving(_: Any, __: Any, output: Any, number: int = number) -> None:
+            if number == len(names) - 1:
+                ledger.mark("head")
+            begin_backward(number, output)
+
+        block = module.get_submodule(name)
+        block.register_forward_pre_hook(entering, prepend=True)
+        block.register_forward_hook(leaving)

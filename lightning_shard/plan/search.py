@@ -1,0 +1,264 @@
+"""The search: what every strategy costs for a module on so many devices, which fit, and which to take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_shard.plan.checking import whole_number
+from lightning_shard.plan.choice import choose, invasiveness
+from lightning_shard.plan.costs import Cost, total_payload, total_sent
+from lightning_shard.plan.forms import DDP, Forms
+from lightning_shard.plan.hardware import Device
+from lightning_shard.plan.hardware import device as device_named
+from lightning_shard.plan.precision import check_precision, unified
+from lightning_shard.plan.profile import ModuleProfile, profile_module
+from lightning_shard.plan.results import Plan, StrategyPlan
+from lightning_shard.plan.roofline import step_time
+from lightning_shard.plan.simulate import SINGLE, Simulation, SimulationOptions
+from lightning_shard.plan.words import size_in_words
+from lightning_shard.registry import AUTO, FSDP2, NAMES, PIPELINE
+
+MARGIN = 0.1
+"""Share of a device's memory that is left free: for its context, the communication library's buffers and fragments,
+which no formula here knows. Not calibrated on a GPU."""
+
+_ADAM_ELEMENTS = 2
+"""Elements per parameter to go on with where the module's own optimizer could not be tried."""
+
+_MORE_ROUNDS = 3
+"""How often a choice that its simulation refutes is made anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A strategy on its way into the plan."""
+
+    cost: Cost
+    plan: StrategyPlan
+
+    @property
+    def pace(self) -> float:
+        """Seconds for a batch's rows."""
+        time = self.plan.time
+        return time.total / (self.cost.batches * self.cost.replicas) if time is not None else 0.0
+
+
+def plan_module(
+    module: "pl.LightningModule",
+    batch: Any = None,
+    *,
+    devices: int,
+    device: Device | str,
+    nodes: int = 1,
+    precision: str = "32-true",
+    simulate: int = 3,
+    margin: float = MARGIN,
+    strategies: Sequence[str] | None = None,
+    gradient_clip_val: float | None = None,
+    accumulate_grad_batches: int = 1,
+) -> Plan:
+    """Tell what each strategy costs for a module on so many devices, which ones fit, and which to take.
+
+    Nothing is trained, no device is used, and the module is not changed: steps run on tensors without data, in
+    processes of their own. Closed forms rank all strategies; the best are then simulated with their own code.
+
+    Args:
+        module: The module. Its layers may be on the meta device, or still to be made by ``configure_model``.
+        batch: What one rank gets for one call of ``training_step``. Without one, only model states are counted.
+        devices: Ranks.
+        device: What a rank runs on, or its name in the table of devices.
+        nodes: Machines that the ranks are in.
+        precision: As in ``Trainer(precision=...)``.
+        simulate: How many of the best strategies are simulated.
+        margin: Share of the device's memory that must stay free, in [0, 1).
+        strategies: Names to plan; ``None`` for all.
+        gradient_clip_val: As in the Trainer.
+        accumulate_grad_batches: As in the Trainer.
+
+    Raises:
+        ValueError: If a number or a name makes no sense.
+        MisconfigurationException: If the module has no layers, or cannot be copied without data.
+
+    """
+    chip = device_named(device) if isinstance(device, str) else device
+    precision = unified(precision)
+    _check(devices, nodes, precision, simulate, margin, strategies, accumulate_grad_batches)
+    options = SimulationOptions(
+        strategy=SINGLE,
+        world_size=1,
+        precision=precision,
+        gradient_clip_val=gradient_clip_val,
+        accumulate_grad_batches=accumulate_grad_batches,
+        like_cuda=chip.name != "cpu",
+    )
+    profile = profile_module(module, batch, options, _ADAM_ELEMENTS)
+    forms = Forms(profile=profile, options=options, devices=devices, nodes=nodes, cuda=options.like_cuda)
+    names = _names(strategies)
+    in_node = devices // nodes
+    rows = [
+        _Row(
+            cost=cost, plan=_described(cost, profile, chip, margin, step_time(cost, profile, chip, in_node, precision))
+        )
+        for cost in forms.costs(names)
+    ]
+    rows = _simulated(_best(rows), forms, profile, chip, margin, simulate)
+    plans = [row.plan for row in rows]
+    notes = [*profile.notes]
+    if profile.single is None:
+        notes.append("The optimizer could not be tried: two states per parameter are assumed, as Adam keeps them.")
+    notes += [f"{name} is left out: {reason}." for name, reason in forms.left_out.items()]
+    return Plan(
+        parameters=profile.psi,
+        devices=devices,
+        nodes=nodes,
+        device=chip,
+        memory_bytes=chip.memory_bytes,
+        precision=precision,
+        optimizer=", ".join(profile.optimizers) or "assumed: Adam",
+        strategies=tuple(plans),
+        chosen=choose(plans),
+        notes=tuple(notes),
+    )
+
+
+def _check(
+    devices: int,
+    nodes: int,
+    precision: str,
+    simulate: int,
+    margin: float,
+    strategies: Sequence[str] | None,
+    accumulate: int,
+) -> None:
+    whole_number("devices", devices, most=10**6)
+    whole_number("nodes", nodes)
+    whole_number("simulate", simulate, least=0)
+    whole_number("accumulate_grad_batches", accumulate, most=10**6)
+    if devices % nodes:
+        raise ValueError(f"devices={devices} must be a multiple of nodes={nodes}: every node has as many.")
+    check_precision(precision)
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin={margin} must be a share of the memory, at least 0 and less than 1.")
+    known = _names(None)
+    for name in strategies or ():
+        if name not in known:
+            raise ValueError(f"strategies names {name!r}, which cannot be planned. Choose among {', '.join(known)}.")
+
+
+def _names(strategies: Sequence[str] | None) -> tuple[str, ...]:
+    if strategies is not None:
+        return tuple(dict.fromkeys(strategies))
+    return (DDP, *(name for name, entry in NAMES.items() if entry.strategy != AUTO))
+
+
+def _described(
+    cost: Cost, profile: ModuleProfile, device: Device, margin: float, time: Any, simulated: bool = False
+) -> StrategyPlan:
+    plan = StrategyPlan(
+        name=cost.name,
+        settings=cost.settings,
+        model_states=cost.model_states,
+        host_bytes=cost.host_bytes,
+        payload_elements=total_payload(cost.transfers),
+        sent_elements=total_sent(cost.transfers),
+        flops_fraction=cost.flops_fraction,
+        memory=cost.memory,
+        time=time,
+        simulated=simulated,
+    )
+    return _judged(plan, device, margin)
+
+
+def _judged(plan: StrategyPlan, device: Device, margin: float) -> StrategyPlan:
+    """The plan with a word on whether it fits, with both numbers."""
+    usable = device.memory_bytes * (1 - margin)
+    spare = usable - plan.device_bytes
+    what = "its peak" if plan.memory is not None else "its model states alone need"
+    needs = f"{what} {'is ' if plan.memory is not None else ''}{size_in_words(plan.device_bytes)}"
+    less = f" ({size_in_words(device.memory_bytes)} less {margin:.0%})" if margin else ""
+    end = f"{size_in_words(spare)} to spare" if spare >= 0 else f"{size_in_words(-spare)} too much"
+    return replace(plan, fits=spare >= 0, reason=f"{needs} of {size_in_words(usable)}{less}: {end}")
+
+
+def _best(rows: Sequence[_Row]) -> list[_Row]:
+    """Those that fit first, each by the time for a row."""
+    return sorted(rows, key=lambda row: (not row.plan.fits, row.pace, invasiveness(row.plan.name)))
+
+
+def _simulated(
+    rows: list[_Row], forms: Forms, profile: ModuleProfile, device: Device, margin: float, simulate: int
+) -> list[_Row]:
+    """Put simulated peaks in the place of closed forms: for the choice, and for the best besides it."""
+    if not simulate or profile.single is None:
+        return rows
+    for round_ in range(1 + _MORE_ROUNDS):
+        wanted = _finalists(rows, simulate if not round_ else 1)
+        if not wanted:
+            break
+        for place, row in zip(wanted, _run(forms, [rows[place] for place in wanted]), strict=True):
+            rows[place] = replace(row, plan=_judged(row.plan, device, margin))
+        rows = _best(rows)
+    return rows
+
+
+def _finalists(rows: Sequence[_Row], most: int) -> list[int]:
+    """Places of the choice and of the best others that are still to be simulated; for ``most=1`` of the choice only."""
+    chosen = choose([row.plan for row in rows])
+    order = sorted(range(len(rows)), key=lambda place: rows[place].plan is not chosen)
+    waiting = [place for place in order if _can_be_simulated(rows[place])]
+    if most == 1:
+        return [place for place in waiting if rows[place].plan is chosen]
+    return waiting[:most]
+
+
+def _can_be_simulated(row: _Row) -> bool:
+    if row.plan.simulated or row.plan.memory is None or row.plan.name == DDP:
+        return False
+    return NAMES[row.plan.name].strategy in (FSDP2, PIPELINE)
+
+
+def _run(forms: Forms, rows: Sequence[_Row]) -> list[_Row]:
+    """The rows with what simulations tell; unchanged where a simulation fails."""
+    wanted = [_options(forms, row, rank) for row in rows for rank in _ranks(row, forms.devices)]
+    found = iter(forms.simulate(wanted))
+    done = []
+    for row in rows:
+        answers = [next(found) for _ in _ranks(row, forms.devices)]
+        known = [answer for answer in answers if answer is not None]
+        if len(known) < len(answers):
+            rank_zero_warn(f"{row.plan.name} could not be simulated; its peak is that of the closed form.")
+            done.append(replace(row, plan=replace(row.plan, simulated=False)))
+        else:
+            done.append(replace(row, plan=_with(row, max(known, key=lambda answer: answer.peak.total))))
+    return done
+
+
+def _with(row: _Row, simulation: Simulation) -> StrategyPlan:
+    peak = simulation.peak
+    if row.plan.host_bytes:  # the simulated device is the host
+        peak = replace(peak, parameters=0, gradients=0, optimizer=0)
+    return replace(row.plan, memory=peak, simulated=True)
+
+
+def _ranks(row: _Row, devices: int) -> list[int]:
+    """The ranks to simulate: all shards are alike, and the first is the largest; of stages the ends."""
+    if NAMES[row.plan.name].strategy == FSDP2:
+        return [0]
+    stages = int(row.plan.settings.get("stages", devices))
+    width = devices // stages
+    return sorted({0, row.cost.worst * width, (stages - 1) * width})
+
+
+def _options(forms: Forms, row: _Row, rank: int) -> SimulationOptions:
+    sharded = NAMES[row.plan.name].strategy == FSDP2
+    return replace(
+        forms.options,
+        strategy=row.plan.name,
+        settings=row.plan.settings,
+        world_size=forms.devices,
+        rank=rank,
+        repeats=forms.profile.repeats if sharded else None,
+    )

@@ -3,7 +3,7 @@
 A real run trains some steps on processes of this machine; its peak is what torch's CPU allocator really handed out,
 its model states are live storage, its traffic a count of collectives. The planner never sees any of it.
 
-    python benchmarks/plan_accuracy.py --measure-only --json measured.json    # the runs: about 40 minutes
+    python benchmarks/plan_accuracy.py --measure-only --json measured.json    # the runs: about 20 minutes
     python benchmarks/plan_accuracy.py --json measured.json                   # beside the planner's figures
     python benchmarks/plan_accuracy.py --json measured.json --write docs/plan_accuracy.md
     python benchmarks/plan_accuracy.py --models gpt --strategies fsdp2 --ranks 2 --precisions 32-true

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # `FlopCounterMode` is public, but sums up by module; the counts by operator are this table.
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["OperatorWatch", "has_backward_hooks", "storage_identity", "unwatched", "version"]
+__all__ = ["OperatorWatch", "has_backward_hooks", "has_flops", "storage_identity", "unwatched", "version"]
 
 
 def unwatched() -> Any:
@@ -23,6 +23,11 @@ def storage_identity(tensor: Tensor) -> int:
     """A number that tensors share exactly if they share memory, also where the memory is fake and has no address."""
     with unwatched():
         return int(tensor.untyped_storage()._cdata)
+
+
+def has_flops(operator: Any) -> bool:
+    """Whether an operator of the dispatcher is one of those that are counted in FLOPs: products and convolutions."""
+    return operator.overloadpacket in flop_registry
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 # A process group whose collectives return at once; torch's own tests and estimators live on it.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-# The base class of modes that see every operator is public in its documentation only.
-from torch.utils._python_dispatch import TorchDispatchMode
+# Operators are tried on real tensors in the midst of a simulation.
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "TorchDispatchMode",
     "in_backward",
     "is_simulated",
     "join_fake_group",
+    "on_real_tensors",
     "shapes_computed",
     "storage_of",
     "watch_resizing",
@@ -44,10 +44,28 @@ def join_fake_group(rank: int, world_size: int) -> None:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
+    send = dist.isend
+
+    def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return _Sending(send(tensor, *args, **kwargs), tensor)
+
     for module in (dist, dist.distributed_c10d):
         vars(module).update(
-            all_gather_object=all_gather_object, broadcast_object_list=nothing, monitored_barrier=nothing
+            all_gather_object=all_gather_object,
+            broadcast_object_list=nothing,
+            monitored_barrier=nothing,
+            isend=isend,
         )
+
+
+class _Sending:
+    """A message under way, which keeps its tensor as those of gloo and NCCL do; the fake group's does not."""
+
+    def __init__(self, work: Any, tensor: Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 def is_simulated() -> bool:
@@ -58,6 +76,12 @@ def is_simulated() -> bool:
 def in_backward() -> bool:
     """Whether autograd's engine runs in this thread; there is no public question for it."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def on_real_tensors() -> AbstractContextManager[Any]:
+    """A context in which no mode is active: tensors that are made in it have data."""
+    found: AbstractContextManager[Any] = _disable_current_modes()
+    return found
 
 
 def storage_of(tensor: Tensor) -> "tuple[int, torch.UntypedStorage] | None":

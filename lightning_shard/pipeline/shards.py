@@ -2,7 +2,6 @@
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +12,7 @@ from lightning_shard._compat.held_units import HeldUnits
 from lightning_shard._compat.sharding import whole_numbers
 from lightning_shard.pipeline.absent import is_absent
 from lightning_shard.pipeline.layout import Layout
-from lightning_shard.pipeline.tied import reduce_gradients
+from lightning_shard.pipeline.tied import reached_anywhere, reduce_gradients
 from lightning_shard.units.find import find_units
 from lightning_shard.units.shard import check_dtypes
 
@@ -56,11 +55,9 @@ class StageShards:
     def reduce(self) -> None:
         """Average gradients over the ranks that share the stages; parameters are shards again. Collective."""
         here = [each for each in self._module.parameters() if not is_absent(each) and each.requires_grad]
-        there = torch.tensor([float(each.grad is not None) for each in here], device=self._module.device)
-        dist.all_reduce(there, group=self._group)
-        for parameter, count in zip(here, there.tolist(), strict=True):
+        for parameter, is_reached in zip(here, reached_anywhere(here, self._group), strict=True):
             # Gradients are reduced in one buffer a unit: ranks that did not reach a parameter send zeros.
-            if count and parameter.grad is None:
+            if is_reached and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         whole = [each for each in here if not self._is_in_unit(each)]
         self._held.reduce()

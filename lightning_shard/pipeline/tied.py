@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard._compat.simulating import is_simulated
+
 
 @dataclass(frozen=True, kw_only=True)
 class TiedGroup:
@@ -73,9 +75,7 @@ def reduce_gradients(parameters: Sequence[nn.Parameter], group: Any, *, average:
 
 def _reduce(parameters: list[nn.Parameter], group: Any, average: bool) -> None:
     locals_ = [_local_gradient(parameter) for parameter in parameters]
-    there = torch.tensor([float(gradient is not None) for gradient in locals_], device=_device(parameters))
-    dist.all_reduce(there, group=group)
-    reached = [place for place, count in enumerate(there.tolist()) if count]
+    reached = [place for place, is_reached in enumerate(reached_anywhere(parameters, group)) if is_reached]
     if not reached:
         return
     pieces: list[Tensor] = []
@@ -94,6 +94,16 @@ def _reduce(parameters: list[nn.Parameter], group: Any, average: bool) -> None:
     for piece in pieces:
         piece.copy_(flat[start : start + piece.numel()].view_as(piece))
         start += piece.numel()
+
+
+def reached_anywhere(parameters: Sequence[nn.Parameter], group: Any) -> list[bool]:
+    """For each parameter whether any rank of ``group`` has a gradient for it. Collective."""
+    mine = [parameter.grad is not None for parameter in parameters]
+    if not parameters or is_simulated():  # others are taken to be like this rank
+        return mine
+    there = torch.tensor(mine, dtype=torch.float32, device=_device(parameters))
+    dist.all_reduce(there, group=group)
+    return [bool(count) for count in there.tolist()]
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor | None:

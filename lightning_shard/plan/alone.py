@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_shard._compat.dry_run import stand_in_metric
@@ -66,6 +66,28 @@ def quieten(clone: "pl.LightningModule") -> None:
             vars(submodule).update(log=_nothing, log_dict=_nothing, print=_nothing)
         elif not any(True for _ in submodule.parameters()):
             stand_in_metric(submodule)
+
+
+def convert(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``module.to(dtype)`` for tensors without data, which cannot take each other's places as real ones can."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old ones, so that none of their ids is used again
+
+    def converted(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        if id(tensor) not in made:
+            new = tensor.detach().to(dtype)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = (tensor, new)
+        return made[id(tensor)][1]
+
+    for submodule in module.modules():
+        for held in (submodule._parameters, submodule._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = converted(tensor)  # type: ignore[assignment]
+    return module
 
 
 def wait_for_nobody() -> None:

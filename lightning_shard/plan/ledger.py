@@ -4,17 +4,16 @@ Pieces are told apart afterwards. While a step runs it is not known whether a te
 when it is over, it is: the entries are read again from the start, with the kinds known, and the peak is split by them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shard._compat.simulating import (
-    TorchDispatchMode,
     in_backward,
     shapes_computed,
     storage_of,
@@ -23,8 +22,16 @@ from lightning_shard._compat.simulating import (
 )
 from lightning_shard.pipeline.absent import AbsentTensor
 from lightning_shard.plan.results import Memory
+from lightning_shard.plan.workspaces import Workspaces
+from lightning_shard.telemetry.traffic import TrafficCounter
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "temporaries"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""All of them, in order."""
+
+Moments = list[tuple[int, ...]]
+"""Bytes of each of the kinds, at one moment after the other."""
 
 START = "start"
 """Name of the segment with which a step begins."""
@@ -71,20 +78,22 @@ class Entry:
     """Bytes more, or less."""
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps book while it is active, of fake tensors as of real ones.
+class Ledger(TrafficCounter):
+    """Keeps book while it is active, of fake tensors as of real ones; counts collectives, too.
 
     Attributes:
         optimizing: Set while an optimizer steps: what is made then is none of the activations.
 
     Args:
         granularity: Bytes to whose multiple the device's allocator rounds: 512 for CUDA's, 1 for the CPU's.
+        workspaces: What operators take for themselves; ``None`` to leave that out.
 
     """
 
-    def __init__(self, granularity: int = 1) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, granularity: int = 1, workspaces: Workspaces | None = None) -> None:
+        super().__init__()
         self._granularity = granularity
+        self._workspaces = workspaces
         self._pieces: dict[int, Piece] = {}
         self._entries: list[Entry | str] = []
         self._paused = 0
@@ -128,13 +137,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let an operator run, and enter what it made."""
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # its own operators come by here
-        result = func(*args, **(kwargs or {}))
-        if self._paused:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._paused or result is NotImplemented:
             return result
         for tensor in _tensors(result):
             self._piece_of(tensor)
+        if self._workspaces is not None and (size := self._workspaces.of(func, args, kwargs or {})):
+            inside = Piece(size=size, kind="temporaries")
+            self._entries += [Entry(inside, size), Entry(inside, -size)]
         if func.namespace == "c10d" and func._schema.name in _GATHERS:
             self.declare(_tensors(args[0]), "gathered")
         return result
@@ -177,22 +187,19 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A new segment of the step begins; its name may come again."""
         self._entries.append(segment)
 
-    def peaks(self) -> dict[str, Memory]:
-        """For each segment of the step the memory at the moment when it was most, by kind."""
-        now: dict[str, int] = {}
-        total, segment = 0, START
-        most: dict[str, int] = {}
-        split: dict[str, dict[str, int]] = {}
+    def moments(self) -> dict[str, Moments]:
+        """For each segment of the step the memory by kind after each of its changes."""
+        now = dict.fromkeys(KINDS, 0)
+        segment = START
+        found: dict[str, Moments] = {START: []}
         for entry in self._entries:
             if isinstance(entry, str):
                 segment = entry
+                found.setdefault(segment, []).append(tuple(now.values()))
             else:
-                kind = entry.piece.kind or entry.piece.guess
-                now[kind] = now.get(kind, 0) + entry.change
-                total += entry.change
-            if total > most.get(segment, -1):
-                most[segment], split[segment] = total, dict(now)
-        return {segment: Memory(**kinds) for segment, kinds in split.items()}
+                now[entry.piece.kind or entry.piece.guess] += entry.change
+                found[segment].append(tuple(now.values()))
+        return found
 
     def held(self) -> Memory:
         """The memory that is held now, by kind."""
@@ -201,6 +208,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = piece.kind or "temporaries"
             now[kind] = now.get(kind, 0) + piece.size
         return Memory(**now)
+
+
+def peak(moments: Sequence[Sequence[float]]) -> Memory:
+    """The memory at the moment when it is most."""
+    most = max(moments, key=sum, default=(0,) * len(KINDS))
+    return Memory(**dict(zip(KINDS, most, strict=True)))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

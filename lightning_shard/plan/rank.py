@@ -16,15 +16,21 @@ from typing_extensions import override
 
 from lightning_shard._compat.dry_run import FakeTensorMode, attached_trainer, fake_mode
 from lightning_shard._compat.simulating import join_fake_group
-from lightning_shard.plan.alone import Alone, Repeated, quieten, wait_for_nobody
-from lightning_shard.plan.ledger import Ledger
+from lightning_shard.pipeline.absent import is_absent
+from lightning_shard.plan.alone import Alone, Repeated, convert, quieten, wait_for_nobody
+from lightning_shard.plan.ledger import Ledger, peak
 from lightning_shard.plan.repeats import shorten
 from lightning_shard.plan.results import Memory
 from lightning_shard.plan.simulate import SINGLE, Simulation, SimulationOptions
+from lightning_shard.plan.workspaces import Workspaces
+from lightning_shard.telemetry.allocator import track_allocator
 from lightning_shard.telemetry.fsdp_memory import is_counted
-from lightning_shard.telemetry.traffic import Traffic, TrafficCounter
+from lightning_shard.telemetry.traffic import Traffic
 from lightning_shard.units.dry_copy import DryCopier
 from lightning_shard.units.shard import recompute_activations
+
+_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+"""Precisions to which a module is converted."""
 
 
 class _Done(Exception):
@@ -47,10 +53,10 @@ class Onlooker(pl.Callback):
         self, mode: FakeTensorMode, ledger: Ledger, options: SimulationOptions, batch: Any, stack: ExitStack
     ) -> None:
         self._mode, self._ledger, self._options, self._batch, self._stack = mode, ledger, options, batch, stack
-        self._batches = options.accumulate_grad_batches
-        self._counter = TrafficCounter()
+        self._first = 0 if options.reached is not None else options.accumulate_grad_batches
         self._before: Traffic | None = None
         self.held = Memory()
+        self.reached: frozenset[str] = frozenset()
         self.traffic: Traffic | None = None
 
     @override
@@ -61,26 +67,36 @@ class Onlooker(pl.Callback):
     def on_train_start(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         # Later than the strategy's setup, where it looks at steps without running them.
         self._stack.enter_context(self._ledger)
-        self._stack.enter_context(self._counter)
-        self._declare(trainer, module)
         for optimizer in trainer.optimizers if self._options.like_cuda else ():
             _take_lists(optimizer)
+        if self._options.reached is not None:
+            _make_states(trainer.optimizers, module, self._options.reached)
+        self._declare(trainer, module)
         if self._options.repeats is not None:
             _mark_blocks(module, self._options.repeats.names[: self._options.blocks], self._ledger)
 
     @override
     def on_train_batch_start(self, trainer: "pl.Trainer", module: "pl.LightningModule", batch: Any, idx: int) -> None:
-        if idx == self._batches:
+        if idx == self._first:
             self._declare(trainer, module)
             self._ledger.begin_step()
-            self._before = self._counter.traffic
+            self._before = self._ledger.traffic
         self._ledger.mark("before")
+
+    @override
+    def on_before_zero_grad(self, trainer: "pl.Trainer", module: "pl.LightningModule", optimizer: Any) -> None:
+        self._ledger.mark("zero")
+
+    @override
+    def on_before_backward(self, trainer: "pl.Trainer", module: "pl.LightningModule", loss: Tensor) -> None:
+        self._ledger.mark("loss")
 
     @override
     def on_before_optimizer_step(self, trainer: "pl.Trainer", module: "pl.LightningModule", optimizer: Any) -> None:
         with torch.no_grad():
             self._ledger.declare([p.grad for p in module.parameters() if p.grad is not None], "gradients")
         self.held = self._ledger.held()
+        self.reached = frozenset(name for name, p in module.named_parameters() if p.grad is not None)
         self._ledger.mark("optimizer")
         self._ledger.optimizing = True
 
@@ -89,9 +105,9 @@ class Onlooker(pl.Callback):
         self, trainer: "pl.Trainer", module: "pl.LightningModule", outputs: Any, batch: Any, idx: int
     ) -> None:
         self._ledger.optimizing = False
-        if idx + 1 == 2 * self._batches:
+        if idx + 1 == self._first + self._options.accumulate_grad_batches:
             assert self._before is not None
-            self.traffic = self._counter.traffic - self._before
+            self.traffic = self._ledger.traffic - self._before
             raise _Done
 
     def _declare(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
@@ -122,25 +138,32 @@ def run_rank(module: "pl.LightningModule", batch: Any, options: SimulationOption
         shorten(clone, options.repeats, options.blocks)
     if options.strategy != SINGLE:
         join_fake_group(options.rank, options.world_size)
-    ledger = Ledger(512 if options.like_cuda else 1)
     with ExitStack() as stack:
+        workspaces = None
+        if not options.like_cuda:
+            with suppress(RuntimeError):  # who profiles memory already goes without
+                workspaces = Workspaces(stack.enter_context(track_allocator()))
+        ledger = Ledger(512 if options.like_cuda else 1, workspaces)
         stack.enter_context(redirect_stdout(io.StringIO()))
         onlooker = Onlooker(mode, ledger, options, fake_batch, stack)
         trainer = _trainer(options, onlooker)
         with suppress(_Done):
             trainer.fit(clone, Repeated(fake_batch, 2 * options.accumulate_grad_batches))
         assert onlooker.traffic is not None
-        peaks = ledger.peaks()
+        moments = ledger.moments()
+        peaks = {segment: peak(found) for segment, found in moments.items()}
         names = {id(parameter): name for name, parameter in clone.named_parameters()}
         groups = [group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
     return Simulation(
         peak=max(peaks.values(), key=lambda memory: memory.total),
         segments=peaks,
+        moments=moments if options.repeats is not None else {},
         held=onlooker.held,
         payload_elements=onlooker.traffic.payload,
         sent_elements=onlooker.traffic.sent,
         optimizer_bytes=_optimizer_bytes(trainer.optimizers, names),
         optimizer_groups=tuple(tuple(names[id(p)] for p in group if id(p) in names) for group in groups),
+        reached=onlooker.reached,
         optimizers=tuple(type(optimizer).__name__ for optimizer in trainer.optimizers),
         seconds=time.monotonic() - began,
     )
@@ -166,6 +189,8 @@ def _trainer(options: SimulationOptions, onlooker: Onlooker) -> "pl.Trainer":
         limit_val_batches=0,
         use_distributed_sampler=False,
     )
+    if (dtype := _DTYPES.get(options.precision)) is not None:
+        vars(trainer.strategy.precision_plugin).update(convert_module=lambda module: convert(module, dtype))
     # Tensors without data cannot move, and are where they should be; and there are no other ranks to take leave of.
     vars(trainer.strategy).update(on_exception=lambda error: None, teardown=lambda: None)
     if single:
@@ -189,6 +214,17 @@ def _optimizer_bytes(optimizers: Sequence[torch.optim.Optimizer], names: dict[in
                 counted = [value for name, value in state.items() if is_counted(name, value, parameter)]
                 kept[names[id(parameter)]] = sum(value.numel() * value.element_size() for value in counted)
     return kept
+
+
+def _make_states(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module, reached: frozenset[str]) -> None:
+    """Let optimizers step once on gradients without data, which then lie there as they do after any step."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if names.get(id(parameter)) in reached and not is_absent(parameter):
+                    parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
 
 
 def _take_lists(optimizer: torch.optim.Optimizer) -> None:

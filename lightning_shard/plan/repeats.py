@@ -1,15 +1,17 @@
 """Repeated blocks: a model of many equal blocks is simulated with few of them, and the rest is added up.
 
-Between two blocks, memory grows or shrinks by the same amount at each of them, so the peak in a block is a linear
-function of its number and of the number of blocks. The largest of such values lies at the first or the last ones. Two
-short models give the slopes, for every segment of the step by itself.
+Between two blocks, memory grows or shrinks by the same amount at each of them, so what is held at a moment inside a
+block is a linear function of the block's number and of the number of blocks. The largest of such values lies at the
+first or the last blocks. Two short models give the slopes, for every moment by itself.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_shard.plan.ledger import Moments, peak
 from lightning_shard.plan.results import Memory
 
 SHORT = (4, 5)
@@ -59,27 +61,45 @@ def shorten(clone: "pl.LightningModule", repeats: Repeats, blocks: int) -> None:
     del container[blocks:]
 
 
-def extend(few: dict[str, Memory], more: dict[str, Memory], blocks: int) -> dict[str, Memory]:
-    """Peaks by segment of a model with ``blocks`` blocks, from those of two short ones.
+def extend(few: Mapping[str, Moments], more: Mapping[str, Moments], blocks: int) -> dict[str, Memory]:
+    """Peaks by segment of a model with ``blocks`` blocks, from the moments of two short ones.
+
+    A segment makes the same changes in both, so each of its moments is followed by itself; where their number grows
+    with the blocks (gradients that are freed, an optimizer's loop), only its peak is.
 
     Args:
-        few: Peaks of the shorter one, with ``SHORT[0]`` blocks.
-        more: Peaks of the longer one, with ``SHORT[1]`` blocks.
+        few: Of the shorter one, with ``SHORT[0]`` blocks.
+        more: Of the longer one, with ``SHORT[1]`` blocks.
         blocks: How many blocks there are.
 
     Raises:
         ValueError: If the two have different segments: their steps do not only differ by a block.
 
     """
-    aligned = {_from_ends(segment, SHORT[0]): peak for segment, peak in few.items()}
-    longer = {_from_ends(segment, SHORT[1]): peak for segment, peak in more.items()}
+    aligned = {_from_ends(segment, SHORT[0]): moments for segment, moments in few.items()}
+    longer = {_from_ends(segment, SHORT[1]): moments for segment, moments in more.items()}
     extra = {segment for segment in longer if segment not in aligned}
     if set(aligned) - set(longer) or any(not segment.endswith("between") for segment in extra):
         raise ValueError(
             f"the step of a model with {SHORT[1]} blocks is not that of one with {SHORT[0]} and a block more"
         )
     steps = blocks - SHORT[0]
-    return {segment: _line(peak, longer[segment], steps) for segment, peak in aligned.items()}
+    return {segment: _extended(moments, longer[segment], steps) for segment, moments in aligned.items()}
+
+
+def _extended(few: Moments, more: Moments, steps: int) -> Memory:
+    if len(few) != len(more):
+        return line(peak(few), peak(more), steps)
+    pairs = zip(few, more, strict=True)
+    return peak(
+        [[one + (other - one) * steps for one, other in zip(first, second, strict=True)] for first, second in pairs]
+    )
+
+
+def line(few: Memory, more: Memory, steps: int) -> Memory:
+    """What lies on the line through two sizes, so many steps beyond the first."""
+    values = {each.name: (getattr(few, each.name), getattr(more, each.name)) for each in fields(Memory)}
+    return Memory(**{name: one + (other - one) * steps for name, (one, other) in values.items()})
 
 
 def _from_ends(segment: str, blocks: int) -> str:
@@ -91,8 +111,3 @@ def _from_ends(segment: str, blocks: int) -> str:
     if index < 2:
         return segment
     return f"{kind} last-{blocks - 1 - index}" if index >= blocks - 2 else f"{kind} between"
-
-
-def _line(few: Memory, more: Memory, steps: int) -> Memory:
-    values = {each.name: (getattr(few, each.name), getattr(more, each.name)) for each in fields(Memory)}
-    return Memory(**{name: one + (other - one) * steps for name, (one, other) in values.items()})

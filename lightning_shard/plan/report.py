@@ -74,6 +74,7 @@ def _strategy_rows(plan: Plan, shown: Sequence[StrategyPlan]) -> list[list[str]]
         "sent": [count_in_words(each.sent_elements) for each in shown],
         "FLOPs": [percent_in_words(each.flops_fraction) for each in shown],
         "step": [seconds_in_words(each.time.total) if each.time else "" for each in shown],
+        "rows/s": [count_in_words(each.rows_per_second) if each.rows_per_second else "" for each in shown],
         "fits": [_FITS[each.fits] if device_memory(plan) is not None else "" for each in shown],
         "": [each.reason for each in shown],
     }
@@ -170,6 +171,8 @@ def _strategy(each: StrategyPlan) -> dict[str, Any]:
         "memory": dataclasses.asdict(each.memory) if each.memory else None,
         "step_seconds": each.time.total if each.time else None,
         "time": dataclasses.asdict(each.time) if each.time else None,
+        "rows": each.rows,
+        "rows_per_second": each.rows_per_second,
         "fits": each.fits,
         "reason": each.reason,
         "simulated": each.simulated,

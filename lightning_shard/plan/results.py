@@ -110,6 +110,10 @@ class StrategyPlan:
     time: StepTime | None = None
     """Time of a step; ``None`` where the module's FLOPs are not known."""
 
+    rows: int | None = None
+    """Rows that all ranks together work off in a step; ``None`` where the batch has none to count. A pipeline works off
+    one batch, where as many ranks beside each other work off one each."""
+
     fits: bool | None = None
     """Whether it fits the device with the margin; ``None`` where no device was given."""
 
@@ -118,6 +122,11 @@ class StrategyPlan:
 
     simulated: bool = False
     """Whether the peak comes from a simulation of the strategy's own code; else from closed forms."""
+
+    @property
+    def rows_per_second(self) -> float | None:
+        """Rows of all ranks together; ``None`` where they or the time are not known."""
+        return self.rows / self.time.total if self.rows is not None and self.time is not None else None
 
     @property
     def device_bytes(self) -> float:

@@ -32,6 +32,10 @@ _MORE_ROUNDS = 3
 """How often a choice that its simulation refutes is made anew."""
 
 
+_FEW_STAGES = 2
+"""Stages up to which several ranks of a pipeline are simulated."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Row:
     """A strategy on its way into the plan."""
@@ -95,6 +99,8 @@ def plan_module(
         like_cuda=chip.name != "cpu",
     )
     profile = profile_module(module, batch, options, _ADAM_ELEMENTS)
+    if profile.single is not None:
+        options = replace(options, reached=profile.single.reached)
     forms = Forms(profile=profile, options=options, devices=devices, nodes=nodes, cuda=options.like_cuda)
     names = _names(strategies)
     in_node = devices // nodes
@@ -104,7 +110,7 @@ def plan_module(
         )
         for cost in forms.costs(names)
     ]
-    rows = _simulated(_best(rows), forms, profile, chip, margin, simulate)
+    rows = _simulated(_few(_best(rows)), forms, profile, chip, margin, simulate)
     plans = [row.plan for row in rows]
     notes = [*profile.notes]
     if profile.single is None:
@@ -167,6 +173,7 @@ def _described(
         flops_fraction=cost.flops_fraction,
         memory=cost.memory,
         time=time,
+        rows=None if profile.rows is None else profile.rows * cost.batches * cost.replicas,
         simulated=simulated,
     )
     return _judged(plan, device, margin)
@@ -186,6 +193,18 @@ def _judged(plan: StrategyPlan, device: Device, margin: float) -> StrategyPlan:
 def _best(rows: Sequence[_Row]) -> list[_Row]:
     """Those that fit first, each by the time for a row."""
     return sorted(rows, key=lambda row: (not row.plan.fits, row.pace, invasiveness(row.plan.name)))
+
+
+def _few(rows: Sequence[_Row]) -> list[_Row]:
+    """Of each pipeline's many degrees the fastest and the smallest."""
+    smallest: dict[str, _Row] = {}
+    fastest: dict[str, _Row] = {}
+    for row in rows:
+        fastest.setdefault(row.plan.name, row)
+        if row.plan.device_bytes < smallest.setdefault(row.plan.name, row).plan.device_bytes:
+            smallest[row.plan.name] = row
+    kept = {id(row) for row in (*smallest.values(), *fastest.values())}
+    return [row for row in rows if id(row) in kept or not row.plan.name.startswith("pipeline")]
 
 
 def _simulated(
@@ -244,12 +263,13 @@ def _with(row: _Row, simulation: Simulation) -> StrategyPlan:
 
 
 def _ranks(row: _Row, devices: int) -> list[int]:
-    """The ranks to simulate: all shards are alike, and the first is the largest; of stages the ends."""
+    """The ranks to simulate: of equal shards the first, of stages the one that needs most, of few both ends, too."""
     if NAMES[row.plan.name].strategy == FSDP2:
         return [0]
     stages = int(row.plan.settings.get("stages", devices))
     width = devices // stages
-    return sorted({0, row.cost.worst * width, (stages - 1) * width})
+    ends = {0, (stages - 1) * width} if stages <= _FEW_STAGES else set()
+    return sorted({row.cost.worst * width, *ends})
 
 
 def _options(forms: Forms, row: _Row, rank: int) -> SimulationOptions:

@@ -21,7 +21,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_shard.plan.repeats import SHORT, Repeats, extend
+from lightning_shard.plan.ledger import Moments
+from lightning_shard.plan.repeats import SHORT, Repeats, extend, line
 from lightning_shard.plan.results import Memory
 
 SINGLE = "single"
@@ -65,6 +66,10 @@ class SimulationOptions:
     blocks: int = 0
     """How many of them."""
 
+    reached: frozenset[str] | None = None
+    """Names of the parameters to which backward gives gradients, where they are known: the optimizers' states are then
+    there without a step of their own."""
+
     timeout: float = 600.0
     """Seconds after which the simulation is given up."""
 
@@ -78,6 +83,9 @@ class Simulation:
 
     segments: Mapping[str, Memory]
     """The same for each part of the step: blocks' forwards and backwards, the optimizer's step."""
+
+    moments: Mapping[str, Moments] = field(default_factory=dict)
+    """For each part the bytes after each change, where only some of the blocks were simulated."""
 
     held: Memory
     """Bytes on the device between backward and the optimizer's step, when all model states are there."""
@@ -96,6 +104,9 @@ class Simulation:
 
     optimizers: tuple[str, ...] = ()
     """The optimizers' classes."""
+
+    reached: frozenset[str] = frozenset()
+    """Names of the parameters here to which backward gave gradients."""
 
     seconds: float
     """How long the simulation took."""
@@ -154,19 +165,20 @@ def _together(
     repeats = options.repeats
     assert repeats is not None
     try:
-        segments = extend(dict(few.segments), dict(more.segments), repeats.count)
+        segments = extend(few.moments, more.moments, repeats.count)
     except ValueError as error:
         return SimulationFailed(str(error))
     steps = repeats.count - SHORT[0]
     return Simulation(
         peak=max(segments.values(), key=lambda memory: memory.total),
         segments=segments,
-        held=extend({"held": few.held}, {"held": more.held}, repeats.count)["held"],
+        held=line(few.held, more.held, steps),
         payload_elements=few.payload_elements + steps * (more.payload_elements - few.payload_elements),
         sent_elements=few.sent_elements + steps * (more.sent_elements - few.sent_elements),
         optimizer_bytes=_of_all_blocks(more.optimizer_bytes, repeats),
         optimizer_groups=tuple(_names_of_all_blocks(group, repeats) for group in more.optimizer_groups),
         optimizers=more.optimizers,
+        reached=frozenset(_of_all_blocks(dict.fromkeys(more.reached, 0), repeats)),
         seconds=max(few.seconds, more.seconds),
     )
 

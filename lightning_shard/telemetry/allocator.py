@@ -117,8 +117,9 @@ def track_allocator(device: torch.device | str = "cpu") -> Iterator[AllocatorTra
     """Measure the allocator of a device in this process, all threads together.
 
     Begin before the module is made: blocks from before the first tracker of the process are not known to the CPU's
-    counter, and their end is not seen. That counter then stays on and costs a lookup for each block. The time of a
-    phase is a few milliseconds longer than without, and half a microsecond for each block.
+    counter, and their end is not seen (torch then warns of a memory block of unknown size). That counter stays on and
+    costs a lookup for each block. A phase takes a millisecond longer than without, and some microseconds for each
+    block.
 
     Example::
 

@@ -1,0 +1,301 @@
+"""The search: every strategy and its degrees, what fits, what is taken."""
+
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+import lightning_shard
+from lightning_shard.plan.forms import DDP, Forms
+from lightning_shard.plan.hardware import Device, device
+from lightning_shard.plan.profile import profile_module
+from lightning_shard.plan.results import Plan
+from lightning_shard.plan.search import plan_module
+from lightning_shard.plan.simulate import SINGLE, SimulationOptions
+from lightning_shard.registry import AUTO, FSDP2, NAMES, PIPELINE
+from tests.plan.modules import Late, Stack, tokens
+
+
+def chip(memory: float = 1e9) -> Device:
+    return replace(device("cpu"), memory_bytes=memory)
+
+
+def make(module: Any = None, batch: Any = None, *, memory: float = 1e9, ranks: int = 4, **settings: Any) -> Plan:
+    given = {"simulate": 0, "device": chip(memory), "devices": ranks, **settings}
+    return plan_module(module if module is not None else Stack(), tokens() if batch is None else batch, **given)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Plan:
+    """All strategies of one module on four ranks."""
+    return make(Stack(blocks=8))
+
+
+def psi(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_every_strategy_is_planned_or_named(whole: Plan) -> None:
+    names = {DDP, *(name for name, entry in NAMES.items() if entry.strategy != AUTO)}
+    planned = {each.name for each in whole.strategies}
+    assert names == planned | {note.split()[0] for note in whole.notes if "is left out" in note}
+    assert {"fsdp2", "zero3", "pipeline_1f1b", "pipeline_dualpipev"} <= planned
+
+
+def test_model_states_are_those_of_the_formulas(whole: Plan) -> None:
+    """fp32 and Adam: 16 bytes a parameter, and 4 more for the engine's master copy; sizes here divide by four."""
+    number = psi(Stack(blocks=8))
+    assert whole.parameters == number
+    expected = {"ddp": 16, "zero1": 8 + 12 / 4, "zero2": 4 + 16 / 4, "zero3": 20 / 4, "fsdp2": 16 / 4}
+    for name, per_parameter in expected.items():
+        assert whole.named(name).model_states.total == pytest.approx(per_parameter * number, rel=0.03), name
+    for name, times in {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3, "fsdp2": 3, "fsdp2_grad": 2}.items():
+        found = whole.named(name)
+        assert found.payload_elements == pytest.approx(times * number, rel=0.03), name
+        assert found.sent_elements == pytest.approx(found.payload_elements * 3 / 4), name
+
+
+def test_only_pipelines_divide_the_computation(whole: Plan) -> None:
+    for each in whole.strategies:
+        stages = each.settings.get("stages", 4)
+        expected = 1 / stages if each.name.startswith("pipeline") else 1
+        assert each.flops_fraction == pytest.approx(expected, rel=0.35), each.name
+
+
+def test_checkpointing_and_offload_cost_less_memory(whole: Plan) -> None:
+    plain, checkpointed = (
+        next(s for s in whole.strategies if s.name == "fsdp2" and bool(s.settings) is wanted)
+        for wanted in (False, True)
+    )
+    assert checkpointed.device_bytes < plain.device_bytes
+    assert whole.named("fsdp2_offload").host_bytes == whole.named("fsdp2").model_states.total
+    for name in ("zero1", "zero2", "zero3"):
+        assert whole.named(f"{name}_offload").device_bytes < whole.named(name).device_bytes
+
+
+def test_those_that_fit_come_first_and_are_ranked_by_rows_a_second(whole: Plan) -> None:
+    paces = [each.rows_per_second or 0 for each in whole.strategies]
+    assert paces == sorted(paces, reverse=True)
+    assert whole.chosen is not None and whole.chosen.name == "ddp"
+    first = whole.strategies[0]
+    assert first.rows == 8 * 4 if first.flops_fraction == 1 else first.rows in (8, 16)
+
+
+@pytest.mark.parametrize(("per_parameter", "expected"), [(100, "ddp"), (11.5, "zero2"), (6.5, "zero3"), (0.5, None)])
+def test_the_least_invasive_that_fits_is_taken(per_parameter: float, expected: str | None) -> None:
+    module = Stack(width=64, vocabulary=64)
+    found = make(
+        module, tokens(1, 1), memory=per_parameter * psi(module), margin=0, strategies=["zero3", "ddp", "zero2"]
+    )
+    assert (found.chosen and found.chosen.name) == expected
+    for each in found.strategies:
+        assert each.fits is (each.device_bytes <= per_parameter * psi(module))
+        assert ("to spare" if each.fits else "too much") in each.reason
+
+
+def test_the_margin_stays_free() -> None:
+    needed = make(strategies=["ddp"]).named("ddp").device_bytes
+    assert make(strategies=["ddp"], memory=needed / 0.9 + 1).chosen is not None
+    assert make(strategies=["ddp"], memory=needed / 0.9 - 1).chosen is None
+
+
+def test_closed_forms_of_shards_are_what_simulations_give() -> None:
+    """To the byte, at any number of ranks, but for the optimizer's counters."""
+    names = [name for name, entry in NAMES.items() if entry.strategy == FSDP2 and name != "fsdp2_offload"]
+    module = Stack(blocks=8, width=31)
+    closed = make(module, ranks=6, strategies=names)
+    simulated = make(module, ranks=6, strategies=names, simulate=9)
+    assert all(each.simulated for each in simulated.strategies) and len(simulated.strategies) == 6
+    for each in closed.strategies:
+        (same,) = (s for s in simulated.strategies if s.name == each.name and s.settings == each.settings)
+        assert each.device_bytes == pytest.approx(same.device_bytes, abs=4 * 200), each.name
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_closed_forms_of_pipelines_are_near_simulations(precision: str) -> None:
+    names = ["pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved"]
+    module, batch = Stack(blocks=8, width=48), tokens(16, 32)
+    closed = make(module, batch, strategies=names, precision=precision)
+    simulated = make(module, batch, strategies=names, precision=precision, simulate=9)
+    for each in closed.strategies:
+        (same,) = (s for s in simulated.strategies if s.name == each.name and s.settings == each.settings)
+        assert same.simulated
+        assert each.device_bytes == pytest.approx(same.device_bytes, rel=0.15), (each.name, each.settings)
+
+
+def test_the_best_are_simulated_and_the_choice_is_among_them() -> None:
+    names = ["ddp", "fsdp2", "fsdp2_grad", "pipeline_1f1b"]
+    module = Stack(blocks=4)
+    ddp = make(module, strategies=["ddp"]).named("ddp").device_bytes
+    found = make(module, strategies=names, memory=ddp, simulate=2)
+    assert found.chosen is not None and found.chosen.name == "fsdp2_grad" and found.chosen.simulated
+    assert sum(each.simulated for each in found.strategies) in (2, 3)
+
+
+def test_without_a_batch_only_model_states_are_known() -> None:
+    found = plan_module(Stack(), devices=4, device=chip())
+    assert any("There is no batch" in note for note in found.notes)
+    assert found.named("fsdp2").memory is None and found.named("fsdp2").time is None
+    assert found.named("ddp").model_states.total == 16 * psi(Stack())
+    assert "model states alone" in found.named("ddp").reason
+
+
+def test_layers_may_be_made_late_and_once() -> None:
+    module = Late()
+    assert make(module, strategies=["ddp"]).parameters == psi(Stack())
+    assert module.made == 0 and not list(module.parameters())
+
+
+class Reads(Stack):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() > 0 else -loss
+
+
+def test_a_step_that_reads_values_is_planned_by_its_states() -> None:
+    found = make(Reads(), strategies=["ddp", "pipeline_1f1b"])
+    assert found.named("ddp").memory is None
+    assert any("could not be simulated" in note for note in found.notes)
+    assert any(note.startswith("pipeline_1f1b is left out") for note in found.notes)
+
+
+class Tied(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+        self.blocks[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
+def test_shared_and_frozen_parameters_and_the_real_optimizer_count() -> None:
+    module = Tied()
+    frozen = psi(module.blocks[0])
+    found = make(module, strategies=["ddp", "zero1"])
+    assert found.parameters == psi(Stack()) - 50 * 24
+    states = found.named("ddp").model_states
+    assert states.parameters == 4 * found.parameters
+    assert states.gradients == states.optimizer == 4 * (found.parameters - frozen)
+    assert found.named("ddp").payload_elements == 2 * (found.parameters - frozen)
+    assert found.optimizer == "SGD"
+
+
+class Two(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.head.parameters(), 0.1), torch.optim.SGD(self.blocks.parameters(), 0.1)]
+
+
+def test_with_two_optimizers_the_engine_and_pipelines_are_left_out() -> None:
+    found = make(Two(), strategies=["ddp", "zero1", "pipeline_1f1b", "fsdp2"])
+    assert {each.name for each in found.strategies} == {"ddp", "fsdp2"}
+    assert sum("2 optimizers" in note for note in found.notes) == 2
+
+
+def test_a_batch_without_enough_rows_makes_no_pipeline() -> None:
+    found = make(batch=tokens(1), strategies=["pipeline_1f1b", "ddp"])
+    assert [each.name for each in found.strategies] == ["ddp"]
+    assert any("1 rows to share" in note for note in found.notes)
+
+
+def test_several_nodes_shard_within_each() -> None:
+    found = make(ranks=8, nodes=2, strategies=["fsdp2_hybrid"])
+    assert found.named("fsdp2_hybrid").settings["replicas"] == 2
+    slow = make(Stack(width=512), ranks=8, nodes=8, strategies=["fsdp2"], device="t4")
+    fast = make(Stack(width=512), ranks=8, nodes=1, strategies=["fsdp2"], device="t4")
+    times = [plan.named("fsdp2").time for plan in (slow, fast)]
+    assert times[0] is not None and times[1] is not None
+    assert times[0].exposed_communication > times[1].exposed_communication
+
+
+def test_nothing_of_the_module_changes() -> None:
+    module = Stack()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    random = torch.get_rng_state()
+    make(module, strategies=["ddp", "fsdp2", "pipeline_1f1b"], simulate=1)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert type(module.blocks[0].forward).__name__ == "method"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": 0}, "devices"),
+        ({"ranks": 4, "nodes": 3}, "devices=4 must be a multiple of nodes=3"),
+        ({"margin": 1.0}, "margin=1.0"),
+        ({"margin": -0.1}, "margin=-0.1"),
+        ({"strategies": ["zero4"]}, "zero4"),
+        ({"precision": "bf17"}, "bf17"),
+        ({"simulate": -1}, "simulate"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches"),
+        ({"device": "h10"}, "h100"),
+    ],
+)
+def test_absurd_input_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
+
+
+def test_a_module_without_layers_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="has no parameters"):
+        make(pl.LightningModule())
+
+
+def test_the_package_is_the_function() -> None:
+    found = lightning_shard.plan(Stack(), tokens(), devices=2, device="cpu", strategies=["ddp"])  # type: ignore[operator]
+    assert found.named("ddp").model_states.total == 16 * psi(Stack())
+    from lightning_shard.plan import arithmetic
+
+    assert arithmetic.bubble(4, 8) == 3 / 11
+
+
+def test_small_tensors_and_buckets_are_part_of_the_peak() -> None:
+    """200 layers of 8 x 8 and one of 512 x 512: no strategy's peak is the total over the ranks."""
+
+    class Odd(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = nn.Sequential(*(nn.Linear(8, 8) for _ in range(200)))
+            self.large = nn.Linear(512, 512)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.large(self.small(batch).repeat(1, 64)).square().mean()  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    plans = [make(Odd(), torch.ones(2, 8), ranks=ranks, strategies=["zero3", "fsdp2"]) for ranks in (2, 4)]
+    number = psi(Odd())
+    for plan, ranks in zip(plans, (2, 4), strict=True):
+        for name in ("zero3", "fsdp2"):
+            found = plan.named(name)
+            assert found.memory is not None
+            assert found.device_bytes > found.model_states.total + 4 * 512 * 512 * 0.9  # the largest, whole
+            assert found.device_bytes > 16 * number / ranks
+
+
+def test_forms_are_cheap_to_ask_again() -> None:
+    options = SimulationOptions(strategy=SINGLE, world_size=1)
+    profile = profile_module(Stack(), tokens(), options, 2)
+    assert profile.stages is not None and profile.stages.most >= 4
+    forms = Forms(profile=profile, options=options, devices=4, nodes=1, cuda=False)
+    names = [name for name, entry in NAMES.items() if entry.strategy == PIPELINE]
+    assert {cost.name for cost in forms.costs(names)} <= set(names)

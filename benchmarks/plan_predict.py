@@ -100,7 +100,7 @@ def _closed_form(case: Case) -> PredictedRank:
     states = cost.model_states
     return PredictedRank(
         rank=0,
-        peak=cost.memory.total + cost.host_bytes,
+        peak=cost.memory.total + cost.host_bytes if cost.together is None else cost.together,
         states={kind: getattr(states, kind) for kind in ("parameters", "master", "gradients", "optimizer")},
         payload=total_payload(cost.transfers),
         sent=total_sent(cost.transfers),

@@ -59,6 +59,9 @@ class Cost:
     memory: Memory | None
     """Peak on the device; ``None`` where activations are not known."""
 
+    together: float | None = None
+    """Peak of device and host, where both are one memory; ``None`` where that is the sum of the two."""
+
     transfers: tuple[Transfer, ...] = ()
     """Communication of a step."""
 

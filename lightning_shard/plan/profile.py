@@ -28,6 +28,10 @@ TWO = 2
 """Ranks of the simulations from which those of more ranks follow."""
 
 
+_CONVERTED = {"bf16-true": 2, "16-true": 2, "64-true": 8}
+"""Bytes of an element where the precision converts the module."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParameterFacts:
     """One parameter."""
@@ -204,7 +208,7 @@ def profile_module(
                 trained=p.requires_grad,
                 optimizer=optimizer_elements
                 if kept is None
-                else kept.get(name, 0) / max(1, p.numel() * p.element_size()),
+                else kept.get(name, 0) / max(1, p.numel() * (_CONVERTED.get(options.precision) or p.element_size())),
             )
             for name, p in named.items()
         ),

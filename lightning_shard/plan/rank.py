@@ -157,7 +157,7 @@ def run_rank(module: "pl.LightningModule", batch: Any, options: SimulationOption
     return Simulation(
         peak=max(peaks.values(), key=lambda memory: memory.total),
         segments=peaks,
-        moments=moments if options.repeats is not None else {},
+        moments=moments if options.repeats is not None or options.strategy == SINGLE else {},
         held=onlooker.held,
         payload_elements=onlooker.traffic.payload,
         sent_elements=onlooker.traffic.sent,

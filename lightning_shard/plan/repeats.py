@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import lightning.pytorch as pl
 from torch import nn
 
-from lightning_shard.plan.ledger import Moments, peak
+from lightning_shard.plan.ledger import Moments
 from lightning_shard.plan.results import Memory
 
 SHORT = (4, 5)
@@ -61,8 +61,8 @@ def shorten(clone: "pl.LightningModule", repeats: Repeats, blocks: int) -> None:
     del container[blocks:]
 
 
-def extend(few: Mapping[str, Moments], more: Mapping[str, Moments], blocks: int) -> dict[str, Memory]:
-    """Peaks by segment of a model with ``blocks`` blocks, from the moments of two short ones.
+def extend(few: Mapping[str, Moments], more: Mapping[str, Moments], blocks: int) -> dict[str, Moments]:
+    """The moments of a model with ``blocks`` blocks, from those of two short ones; without the blocks in the middle.
 
     A segment makes the same changes in both, so each of its moments is followed by itself; where their number grows
     with the blocks (gradients that are freed, an optimizer's loop), only its peak is.
@@ -87,13 +87,13 @@ def extend(few: Mapping[str, Moments], more: Mapping[str, Moments], blocks: int)
     return {segment: _extended(moments, longer[segment], steps) for segment, moments in aligned.items()}
 
 
-def _extended(few: Moments, more: Moments, steps: int) -> Memory:
+def _extended(few: Moments, more: Moments, steps: int) -> Moments:
     if len(few) != len(more):
-        return line(peak(few), peak(more), steps)
-    pairs = zip(few, more, strict=True)
-    return peak(
-        [[one + (other - one) * steps for one, other in zip(first, second, strict=True)] for first, second in pairs]
-    )
+        few, more = [max(few, key=sum)], [max(more, key=sum)]
+    return [
+        tuple(one + (other - one) * steps for one, other in zip(first, second, strict=True))
+        for first, second in zip(few, more, strict=True)
+    ]
 
 
 def line(few: Memory, more: Memory, steps: int) -> Memory:

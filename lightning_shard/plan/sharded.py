@@ -51,9 +51,10 @@ def sharded_cost(
     if simulated is not None:
         was = sharded_states(profile, TWO, precision, whole)
         shrink = states.total / was.total if was.total else 1.0
+        padding = _gathered(profile, whole, ranks) / (_gathered(profile, whole, TWO) or 1.0)
 
         def at_scale(segment: str, peak: Memory) -> Memory:
-            peak = scaled(peak, states, was)
+            peak = replace(scaled(peak, states, was), gathered=peak.gathered * padding)
             # An optimizer's temporaries are as large as what it updates.
             return replace(peak, temporaries=peak.temporaries * shrink) if segment == "optimizer" else peak
 
@@ -108,6 +109,11 @@ def stored_bytes(parameter: ParameterFacts, precision: str) -> int:
     return STORED[precision] if precision in ("bf16-true", "16-true", "64-true") else parameter.size
 
 
+def _gathered(profile: ModuleProfile, whole: frozenset[str], ranks: int) -> float:
+    """Elements of everything that is sharded, gathered: with the padding of so many ranks."""
+    return float(ranks * padded_rows([each.shape for each in profile.parameters if each.name not in whole], ranks))
+
+
 def _transfers(
     profile: ModuleProfile,
     precision: str,
@@ -118,7 +124,7 @@ def _transfers(
     accumulate: int,
 ) -> tuple[Transfer, ...]:
     shapes = [each for each in profile.parameters if each.name not in whole]
-    gathered = float(ranks * padded_rows([each.shape for each in shapes], ranks))
+    gathered = _gathered(profile, whole, ranks)
     share = padded_rows([each.shape for each in shapes if each.trained], ranks)
     rest = sum(each.numel for each in profile.parameters if each.name in whole and each.trained)
     used, kept = COMPUTED[precision], STORED[precision]

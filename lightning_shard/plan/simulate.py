@@ -21,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_shard.plan.ledger import Moments
+from lightning_shard.plan.ledger import Moments, peak
 from lightning_shard.plan.repeats import SHORT, Repeats, extend, line
 from lightning_shard.plan.results import Memory
 
@@ -85,7 +85,8 @@ class Simulation:
     """The same for each part of the step: blocks' forwards and backwards, the optimizer's step."""
 
     moments: Mapping[str, Moments] = field(default_factory=dict)
-    """For each part the bytes after each change, where only some of the blocks were simulated."""
+    """For each part the bytes by kind after each change; of a step in one process, and where only some of the blocks
+    were simulated."""
 
     held: Memory
     """Bytes on the device between backward and the optimizer's step, when all model states are there."""
@@ -165,13 +166,15 @@ def _together(
     repeats = options.repeats
     assert repeats is not None
     try:
-        segments = extend(few.moments, more.moments, repeats.count)
+        moments = extend(few.moments, more.moments, repeats.count)
     except ValueError as error:
         return SimulationFailed(str(error))
     steps = repeats.count - SHORT[0]
+    segments = {segment: peak(found) for segment, found in moments.items()}
     return Simulation(
         peak=max(segments.values(), key=lambda memory: memory.total),
         segments=segments,
+        moments=moments,
         held=line(few.held, more.held, steps),
         payload_elements=few.payload_elements + steps * (more.payload_elements - few.payload_elements),
         sent_elements=few.sent_elements + steps * (more.sent_elements - few.sent_elements),

@@ -19,6 +19,15 @@ MOST = 2**27
 """Bytes of an operator's tensors up to which it is tried: beyond, trying takes as long as the step."""
 
 
+_BUFFERED = {
+    "c10d::_allgather_base_": 0,
+    "c10d::allgather_": 0,
+    "c10d::_reduce_scatter_base_": 1,
+    "c10d::reduce_scatter_": 1,
+}
+"""Collectives that gloo carries out in a buffer as large as the whole, and which argument that is."""
+
+
 class Workspaces:
     """Measures operators, each combination of shapes once.
 
@@ -40,6 +49,8 @@ class Workspaces:
             kwargs: Likewise.
 
         """
+        if (collective := _BUFFERED.get(str(func._schema.name))) is not None:
+            return sum(tensor.nbytes for tensor in _tensors(args[collective]))
         if not has_flops(func):
             return 0
         key = (func, _outline((args, kwargs)))

@@ -10,7 +10,6 @@ from torch import nn
 import lightning_shard  # noqa: F401  (registers the names)
 from lightning_shard.plan.ledger import KINDS
 from lightning_shard.plan.repeats import Repeats, extend, find_repeats
-from lightning_shard.plan.results import Memory
 from lightning_shard.plan.simulate import SINGLE, SimulationOptions, simulate
 from tests.plan.modules import Stack, tokens
 
@@ -68,12 +67,12 @@ def test_each_moment_lies_on_its_own_line() -> None:
     """Also where another moment is the largest of the short models."""
     few = {"head": [moment(activations=10), moment(gradients=12)]}
     more = {"head": [moment(activations=14), moment(gradients=13)]}
-    assert extend(few, more, 14) == {"head": Memory(activations=50)}
+    assert extend(few, more, 14) == {"head": [moment(activations=50), moment(gradients=22)]}
 
 
 def test_of_parts_of_different_lengths_the_peak_does() -> None:
     few, more = {"optimizer": [moment(parameters=4)]}, {"optimizer": [NOTHING, moment(parameters=5)]}
-    assert extend(few, more, 14) == {"optimizer": Memory(parameters=14)}
+    assert extend(few, more, 14) == {"optimizer": [moment(parameters=14)]}
 
 
 def test_the_module_keeps_all_its_blocks() -> None:

@@ -85,10 +85,12 @@ class Onlooker(pl.Callback):
 
     @override
     def on_before_zero_grad(self, trainer: "pl.Trainer", module: "pl.LightningModule", optimizer: Any) -> None:
+        self._ledger.optimizing = False  # a manual step may go on after an optimizer's
         self._ledger.mark("zero")
 
     @override
     def on_before_backward(self, trainer: "pl.Trainer", module: "pl.LightningModule", loss: Tensor) -> None:
+        self._ledger.optimizing = False
         self._ledger.mark("loss")
 
     @override
@@ -180,7 +182,7 @@ def _trainer(options: SimulationOptions, onlooker: Onlooker) -> "pl.Trainer":
         precision=options.precision,  # type: ignore[arg-type]
         gradient_clip_val=options.gradient_clip_val,
         accumulate_grad_batches=options.accumulate_grad_batches,
-        max_steps=2,
+        max_epochs=1,  # as long as the loader is
         logger=False,
         enable_progress_bar=False,
         enable_checkpointing=False,

@@ -85,16 +85,21 @@ def test_those_that_fit_come_first_and_are_ranked_by_rows_a_second(whole: Plan) 
     assert first.rows == 8 * 4 if first.flops_fraction == 1 else first.rows in (8, 16)
 
 
-@pytest.mark.parametrize(("per_parameter", "expected"), [(100, "ddp"), (11.5, "zero2"), (6.5, "zero3"), (0.5, None)])
-def test_the_least_invasive_that_fits_is_taken(per_parameter: float, expected: str | None) -> None:
-    module = Stack(width=64, vocabulary=64)
-    found = make(
-        module, tokens(1, 1), memory=per_parameter * psi(module), margin=0, strategies=["zero3", "ddp", "zero2"]
-    )
-    assert (found.chosen and found.chosen.name) == expected
-    for each in found.strategies:
-        assert each.fits is (each.device_bytes <= per_parameter * psi(module))
-        assert ("to spare" if each.fits else "too much") in each.reason
+def test_the_least_invasive_that_fits_is_taken(whole: Plan) -> None:
+    """Whatever the limit: the first of the order that is not larger."""
+    names = ["fsdp2_offload", "zero3", "ddp", "zero2", "fsdp2"]
+    module = Stack(blocks=8)
+    needs = {name: whole.named(name).device_bytes for name in names}
+    # With activation checkpointing, which comes before any offload.
+    needs["fsdp2_offload"] = min(s.device_bytes for s in whole.strategies if s.name == "fsdp2_offload")
+    assert needs["ddp"] > needs["zero2"] > needs["fsdp2"] > needs["fsdp2_offload"]
+    for limit in ("ddp", "zero2", "fsdp2", "fsdp2_offload"):
+        found = make(module, memory=needs[limit], margin=0, strategies=names)
+        assert found.chosen is not None and found.chosen.name == limit
+        for each in found.strategies:
+            assert each.fits is (each.device_bytes <= needs[limit])
+            assert ("to spare" if each.fits else "too much") in each.reason
+    assert make(module, memory=1000, margin=0, strategies=["ddp"]).chosen is None
 
 
 def test_the_margin_stays_free() -> None:
@@ -104,7 +109,7 @@ def test_the_margin_stays_free() -> None:
 
 
 def test_closed_forms_of_shards_are_what_simulations_give() -> None:
-    """To the byte, at any number of ranks, but for the optimizer's counters."""
+    """But for the padding of single units, and the optimizer's counters."""
     names = [name for name, entry in NAMES.items() if entry.strategy == FSDP2 and name != "fsdp2_offload"]
     module = Stack(blocks=8, width=31)
     closed = make(module, ranks=6, strategies=names)
@@ -112,7 +117,7 @@ def test_closed_forms_of_shards_are_what_simulations_give() -> None:
     assert all(each.simulated for each in simulated.strategies) and len(simulated.strategies) == 6
     for each in closed.strategies:
         (same,) = (s for s in simulated.strategies if s.name == each.name and s.settings == each.settings)
-        assert each.device_bytes == pytest.approx(same.device_bytes, abs=4 * 200), each.name
+        assert each.device_bytes == pytest.approx(same.device_bytes, rel=0.01), each.name
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -22,7 +22,7 @@ from pathlib import Path
 
 # As a script this file is in no package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.plan_cases import MODELS, PRECISIONS, RANKS, STRATEGIES, Case, all_cases
+from benchmarks.plan_cases import MODELS, PRECISIONS, RANKS, STRATEGIES, TABLE, Case, all_cases
 from benchmarks.plan_measure import MEASURED, STATES, Measured, Peak, Rank, measure
 from benchmarks.plan_predict import Predicted, PredictedRank, predict
 
@@ -261,7 +261,7 @@ def command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str
 def main(arguments: list[str] | None = None) -> None:
     """Read the command line, measure, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=TABLE)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=RANKS)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)

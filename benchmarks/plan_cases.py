@@ -168,8 +168,31 @@ class MLP(Trained):
         return torch.randn(rows, MLP.SIZES[0], generator=generator), torch.randint(10, (rows,), generator=generator)
 
 
-MODELS: dict[str, type[Trained]] = {"gpt": GPT, "cnn": CNN, "mlp": MLP}
+class Many(Trained):
+    """200 layers of 8 x 8 and one of 512 x 512: tensors too small to divide, and one that outweighs them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Sequential(*(nn.Linear(8, 8) for _ in range(200)))
+        self.large = nn.Linear(512, 512)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Logits ``[rows, 512]``."""
+        out: Tensor = self.large(self.small(rows).repeat(1, 64))
+        return out
+
+    @staticmethod
+    def batch() -> tuple[Tensor, Tensor]:
+        """Rows and their classes."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(ROWS, 8, generator=generator), torch.randint(512, (ROWS,), generator=generator)
+
+
+MODELS: dict[str, type[Trained]] = {"gpt": GPT, "cnn": CNN, "mlp": MLP, "many": Many}
 """The modules, by name."""
+
+TABLE = ("gpt", "cnn", "mlp")
+"""Those of the table."""
 
 # --- under what ---
 
@@ -215,7 +238,7 @@ class Case:
 
 
 def all_cases(
-    models: Sequence[str] = tuple(MODELS),
+    models: Sequence[str] = TABLE,
     strategies: Sequence[str] = STRATEGIES,
     ranks: Sequence[int] = RANKS,
     precisions: Sequence[str] = PRECISIONS,

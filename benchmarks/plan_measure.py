@@ -18,7 +18,6 @@ from torch import Tensor
 from benchmarks.plan_cases import MODELS, Case
 from lightning_shard import PipelineStrategy
 from lightning_shard._compat.model_states import Kind
-from lightning_shard.pipeline.ownership import own_parameters
 from lightning_shard.telemetry import (
     AllocatorTracker,
     expected_model_state_bytes,
@@ -272,23 +271,11 @@ def measure(case: Case, timeout: float = 300.0) -> Measured:
 
 def _states(strategy: Strategy) -> dict[str, int]:
     assert strategy.lightning_module is not None
-    if not isinstance(strategy, PipelineStrategy):
-        held = model_state_bytes(strategy)
-        return {kind: held.storage(kind) for kind in STATES}
-    own = list(own_parameters(strategy.lightning_module).values())
-    states = strategy.optimizers[0].state
-    optimizer = [states[parameter] for parameter in own if parameter in states]
-    return {
-        **dict.fromkeys(STATES, 0),
-        "parameters": sum(map(_bytes, own)),
-        "gradients": sum(_bytes(parameter.grad) for parameter in own if parameter.grad is not None),
-        "optimizer": sum(_bytes(state[name]) for state in optimizer for name in ("exp_avg", "exp_avg_sq")),
-    }
+    held = model_state_bytes(strategy)
+    return {kind: held.storage(kind) for kind in STATES}
 
 
 def _formula(strategy: Strategy) -> dict[str, int]:
-    if isinstance(strategy, PipelineStrategy):
-        return {}  # a stage holds its own parameters: which, only its cuts say
     states = expected_model_state_bytes(strategy).states
     return {kind: round(getattr(states, kind)) for kind in ("parameters", "master", "gradients", "optimizer")}
 

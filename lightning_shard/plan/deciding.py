@@ -44,19 +44,8 @@ def decide(plan: Plan, *, margin: float, excluded: Mapping[str, str], notes: tup
     chosen = plan.chosen
     if chosen is None:
         raise MisconfigurationException(_refusal(plan, margin, excluded, notes))
-    lines = [
-        table(plan).rstrip(),
-        *_excluded_lines(excluded),
-        *notes,
-        f"auto_shard is {label(chosen)} from now on, which needs {_share(plan, chosen, margin)}.",
-    ]
+    lines = [table(plan).rstrip(), *_excluded_lines(excluded), *notes, f"auto_shard is {label(chosen)} from now on."]
     return Decision(name=chosen.name, settings=dict(chosen.settings), text="\n".join(lines))
-
-
-def _share(plan: Plan, chosen: StrategyPlan, margin: float) -> str:
-    assert plan.device is not None
-    needed, there = size_in_words(chosen.device_bytes), size_in_words(plan.device.memory_bytes)
-    return f"{needed} of the {there} on each device, of which {margin:.0%} stay free"
 
 
 def _refusal(plan: Plan, margin: float, excluded: Mapping[str, str], notes: tuple[str, ...]) -> str:

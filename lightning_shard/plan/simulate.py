@@ -98,7 +98,7 @@ class Simulation:
     """What it sent for that on a ring."""
 
     optimizer_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By name of a trained parameter, what the optimizers keep for it on this rank; counters aside."""
+    """By name of a trained parameter, what the optimizers keep for all of it, on however many ranks; counters aside."""
 
     optimizer_groups: tuple[tuple[str, ...], ...] = ()
     """Names of the parameters in each group of the optimizers."""

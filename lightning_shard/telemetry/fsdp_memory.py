@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard._compat import sharding
 from lightning_shard._compat.model_states import Kind
+from lightning_shard.pipeline.absent import is_absent
 from lightning_shard.plan.arithmetic import ModelStates, optimizer_elements, own_rows, padded_rows
 
 _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -60,6 +61,8 @@ def module_tensors(module: nn.Module | None) -> Iterator[tuple[Kind, Tensor]]:
         if isinstance(unit, FSDPModule):
             yield from sharding.unit_tensors(unit)
     for parameter in sharding.parameters_in_no_unit(module):
+        if is_absent(parameter):
+            continue  # of another stage of a pipeline
         yield "parameters", parameter.data
         if parameter.grad is not None:
             yield "gradients", parameter.grad
@@ -100,6 +103,8 @@ def held_parameters(strategy: Strategy, optimizer_elements_per_parameter: int | 
         for parameter in sharding.sharded_parameters(unit)
     ]
     for parameter in sharding.parameters_in_no_unit(module):
+        if is_absent(parameter):
+            continue
         numel = parameter.numel()
         held.append(
             HeldParameter(

@@ -146,18 +146,21 @@ def _time(data: Mapping[str, Any]) -> str:
     rows = [each for each in _shown(data) if each["time"]]
     if not rows:
         return ""
-    seconds = sorted(each["step_seconds"] for each in rows)
+    by_row = all(each["rows"] for each in rows)
+    parts = [{kind: part / (each["rows"] if by_row else 1) for kind, part in each["time"].items()} for each in rows]
+    seconds = sorted(sum(times.values()) for times in parts)
     scale = min(seconds[-1], _LONGEST * seconds[len(seconds) // 2]) or 1
     lines = []
-    for each in rows:
-        bar = _stack(each["time"], scale, seconds_in_words)
-        lines.append(_bar_row(each, data, bar, seconds_in_words(each["step_seconds"])))
+    for each, times in zip(rows, parts, strict=True):
+        bar = _stack(times, scale, seconds_in_words)
+        lines.append(_bar_row(each, data, bar, seconds_in_words(sum(times.values()))))
     kinds = ("compute", "exposed_communication", "bubble")
     legend = "".join(f'<li><i class="{kind}"></i>{kind.replace("_", " ")}</li>' for kind in kinds)
     return _section(
-        "Time of a step",
+        "Time for a row" if by_row else "Time of a step",
         f'<ul class="legend">{legend}</ul><div class="bars">{"".join(lines)}</div>',
-        "By the roofline: each part at the device's full speed.",
+        "By the roofline: each part at the device's full speed."
+        + (" A step's, over the rows of all ranks in it: a pipeline works off fewer of them at once." * by_row),
     )
 
 
@@ -220,6 +223,7 @@ def _table(data: Mapping[str, Any]) -> str:
         "sent": [count_in_words(each["sent_elements"]) for each in rows],
         "FLOPs": [percent_in_words(each["flops_fraction"]) for each in rows],
         "step": ["" if each["step_seconds"] is None else seconds_in_words(each["step_seconds"]) for each in rows],
+        "rows/s": ["" if each["rows_per_second"] is None else count_in_words(each["rows_per_second"]) for each in rows],
         "fits": [{True: "yes", False: "no", None: ""}[each["fits"]] for each in rows],
     }
     columns = {name: cells for name, cells in columns.items() if any(cells)}

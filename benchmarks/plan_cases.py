@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 
 from lightning_shard.registry import NAMES
@@ -197,9 +197,12 @@ TABLE = ("gpt", "cnn", "mlp")
 # --- under what ---
 
 ZERO = ("zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload")
+CLOSED = ("ddp", *ZERO)
+"""Those whose code the planner cannot run without data."""
+
 FSDP2 = ("fsdp2", "fsdp2_grad", "fsdp2_hybrid", "fsdp2_offload")
 PIPELINES = ("pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved")
-STRATEGIES = (*ZERO, *FSDP2, *PIPELINES)
+STRATEGIES = ("ddp", *ZERO, *FSDP2, *PIPELINES)
 RANKS = (2, 4)
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
@@ -230,6 +233,8 @@ class Case:
 
     def make_strategy(self) -> Strategy:
         """The strategy."""
+        if self.strategy == "ddp":
+            return DDPStrategy()
         entry = NAMES[self.strategy]
         return entry.make(**{**entry.settings, **self.settings})
 
@@ -250,7 +255,7 @@ def all_cases(
                 for count in ranks:
                     if strategy == "fsdp2_hybrid" and count < 4:
                         continue
-                    for checkpointing in (False,) if strategy in ZERO else (False, True):
+                    for checkpointing in (False,) if strategy in CLOSED else (False, True):
                         yield Case(
                             model=model,
                             strategy=strategy,

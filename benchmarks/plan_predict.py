@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from functools import cache
 
-from benchmarks.plan_cases import MODELS, PIPELINES, ZERO, Case
+from benchmarks.plan_cases import CLOSED, MODELS, PIPELINES, Case
 from lightning_shard.plan.costs import Cost, total_payload, total_sent
 from lightning_shard.plan.forms import Forms
 from lightning_shard.plan.profile import ModuleProfile, profile_module
@@ -54,9 +54,9 @@ class Predicted:
 def predict(case: Case) -> Predicted:
     """Ask the planner. Where it fails, the result says why."""
     began = time.monotonic()
-    how = "closed form" if case.strategy in ZERO else "simulated"
+    how = "closed form" if case.strategy in CLOSED else "simulated"
     try:
-        ranks = [_closed_form(case)] if case.strategy in ZERO else _simulated(case)
+        ranks = [_closed_form(case)] if case.strategy in CLOSED else _simulated(case)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         return Predicted(how=how, error=f"{type(error).__name__}: {reason}", seconds=time.monotonic() - began)
@@ -111,7 +111,7 @@ def _closed_form(case: Case) -> PredictedRank:
 def _costs(model: str, precision: str, ranks: int) -> dict[str, Cost]:
     options = SimulationOptions(strategy=SINGLE, world_size=1, precision=precision)
     forms = Forms(profile=_profile(model, precision), options=options, devices=ranks, nodes=1, cuda=False)
-    costs = {cost.name: cost for cost in forms.costs(ZERO)}
+    costs = {cost.name: cost for cost in forms.costs(CLOSED)}
     if forms.left_out:
         raise ValueError(f"left out: {forms.left_out}")
     return costs

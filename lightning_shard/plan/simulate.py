@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -207,7 +208,10 @@ def _start(module: "pl.LightningModule", batch: Any, options: SimulationOptions)
     sys.stdout.flush()
     sys.stderr.flush()
     read_end, write_end = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        # Python 3.12 warns of forks beside threads. The child uses none of their locks: it computes in one thread, logs
+        # nothing, and ends without cleaning up.
+        child = os.fork()
     if not child:
         os.close(read_end)
         _be_the_child(module, batch, options, write_end)

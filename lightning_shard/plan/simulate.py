@@ -251,6 +251,9 @@ def _be_the_child(module: "pl.LightningModule", batch: Any, options: SimulationO
     """Simulate, answer, and end, whatever happens: nothing of the parent must run twice."""
     answer: Any = "it ended without an answer"
     try:
+        silence = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):  # what the step prints, and what libraries say of a process that is a copy
+            os.dup2(silence, stream)
         torch.set_num_threads(1)
         from lightning_shard.plan.rank import run_rank
 

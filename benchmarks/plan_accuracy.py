@@ -199,8 +199,9 @@ module is made; steps after the second are measured, when optimizer states exist
 is how far these are from each other: gloo's threads let go of what they worked on when they come to it. Device and host
 are one memory here, so that offloaded states are part of the peak.
 **Predicted** is what the planner says without running anything: `simulated` from the strategy's own code on tensors
-without data, `closed form` for `ddp` and for DeepSpeed's engine. *States* and *payload* say whether model states were predicted to
-the byte and collectives to the element. Bold errors are misses: beyond {limit:.0%}, of a closed form beyond {aim:.0%}.
+without data, `closed form` for `ddp` and for DeepSpeed's engine. *States* and *payload* say whether model states were
+predicted to the byte and collectives to the element. Bold errors are misses: beyond {limit:.0%}, of a closed form
+beyond {aim:.0%}.
 
 Nothing here was run on a GPU: kernels take other workspaces there, allocators round, and NCCL's buffers are not gloo's,
 which puts a collective's elements into memory of its own.

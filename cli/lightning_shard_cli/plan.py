@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> None:
         from lightning_shard.plan.report import table, to_json, write_html
 
         plan = _plan(given, rest)
-        if given.html:
+        if given.html is not None:
             write_html(plan, given.html)
     try:
         print(json.dumps(to_json(plan), indent=1, allow_nan=False) if given.json else table(plan), flush=True)
@@ -189,7 +189,9 @@ def _plan(given: argparse.Namespace, rest: list[str]) -> "Plan":
     from lightning_shard.plan.estimate import plan_parameters, plan_pipeline
 
     if given.params is None and not given.config:
-        return plan_pipeline(given.stages, given.microbatches, given.stages_per_rank or 2)
+        return plan_pipeline(
+            given.stages, given.microbatches, 2 if given.stages_per_rank is None else given.stages_per_rank
+        )
     chip = _device(given)
     if given.config:
         from lightning_shard_cli.plan_config import plan_config

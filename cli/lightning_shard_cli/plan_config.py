@@ -65,7 +65,8 @@ def plan_config(given: argparse.Namespace, device: Device | None, rest: list[str
         raise CommandError(f"--devices {given.devices} must be a multiple of --nodes {given.nodes}, both at least 1")
     if given.memory is not None:
         device = replace(device, memory_bytes=parse_bytes(given.memory))
-    schedules = plan_schedules(given.stages, given.microbatches, given.stages_per_rank or 2) if given.stages else ()
+    per_rank = 2 if given.stages_per_rank is None else given.stages_per_rank
+    schedules = plan_schedules(given.stages, given.microbatches, per_rank) if given.stages is not None else ()
     configured = read(given.config, rest, devices=given.devices, nodes=given.nodes)
     from lightning_shard.plan.search import plan_module
 

@@ -50,6 +50,9 @@ class Forms:
     left_out: dict[str, str] = field(default_factory=dict)
     """Names that could not be had, and why."""
 
+    failed: dict[str, str] = field(default_factory=dict)
+    """Names whose simulation failed, and why."""
+
     _known: dict[str, Simulation | None] = field(default_factory=dict)
     _half: Simulation | None = None
     _half_share: float = 0.5
@@ -72,6 +75,11 @@ class Forms:
         family = DDP if name == DDP else NAMES[name].strategy
         if family in (ZERO, PIPELINE) and len(self.profile.optimizers) > 1:
             raise LeftOut(f"the module has {len(self.profile.optimizers)} optimizers, and it trains with one")
+        refused = self.profile.tried.engine_refusal if self.profile.tried is not None else ""
+        if family == ZERO and refused:
+            raise LeftOut(refused)
+        if family in (FSDP2, PIPELINE) and "LBFGS" in self.profile.optimizers:
+            raise LeftOut("LBFGS evaluates the loss several times in a step, over all parameters together")
         if family == DDP:
             yield replicated_cost(self.profile, precision, self.devices, self.options.accumulate_grad_batches)
         elif family == ZERO:
@@ -171,8 +179,14 @@ class Forms:
             if isinstance(answer, SimulationFailed) and options[key].repeats is not None:
                 whole = replace(options[key], repeats=None)
                 (answer,) = simulate_each(self.profile.module, batch, [whole])
+            if isinstance(answer, SimulationFailed):
+                self._note(options[key].strategy, answer)
             found[key] = None if isinstance(answer, SimulationFailed) else answer
         return [found[_key(each)] for each in wanted]
+
+    def _note(self, strategy: str, failure: SimulationFailed) -> None:
+        if strategy != SINGLE:
+            self.failed.setdefault(strategy, (str(failure).strip().splitlines() or [""])[0].rstrip("."))
 
     # --- computation divided ---
 

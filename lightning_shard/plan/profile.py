@@ -94,6 +94,9 @@ class ModuleProfile:
     single: Simulation | None
     """A step in one process, in the run's precision."""
 
+    tried: Simulation | None
+    """Where the optimizer's states are from: that step, or none; ``None`` where it cannot be tried."""
+
     single_checkpointed: Simulation | None
     """The same with the units' activations recomputed; ``None`` if there are no units."""
 
@@ -103,7 +106,7 @@ class ModuleProfile:
     @property
     def optimizers(self) -> tuple[str, ...]:
         """Classes of the optimizers; empty where they could not be tried."""
-        return self.single.optimizers if self.single is not None else ()
+        return self.tried.optimizers if self.tried is not None else ()
 
     @property
     def psi(self) -> int:
@@ -193,8 +196,13 @@ def profile_module(
                 notes.append(f"FLOPs and pipeline stages are not known: {_first_line(error)}.")
     if batch is None:
         notes.append("There is no batch: activations and FLOPs are not counted, only model states.")
-    kept = single.optimizer_bytes if single is not None else None
-    groups = single.optimizer_groups if single is not None else (tuple(n for n, p in named.items() if p.requires_grad),)
+    if single is not None and not single.reached:
+        notes.append("Backward of training_step reaches no parameter (does it return a loss?): optimizer states are 0.")
+    tried = single if single is not None else _states_alone(clone, fake_batch, options)
+    kept = tried.optimizer_bytes if tried is not None and tried.states_made else None
+    if kept is None:
+        notes.append("The optimizer could not be tried: two states per parameter are assumed, as Adam keeps them.")
+    groups = tried.optimizer_groups if tried is not None else (tuple(n for n, p in named.items() if p.requires_grad),)
     held = [fake_batch, list(clone.buffers())]
     return ModuleProfile(
         module=clone,
@@ -219,6 +227,7 @@ def profile_module(
         repeats=repeats,
         stages=stages,
         single=single,
+        tried=tried,
         single_checkpointed=checkpointed,
         notes=tuple(notes),
     )
@@ -241,6 +250,17 @@ def _try(
             reason = _first_line(error)
     notes.append(f"A step could not be simulated, so that activations are not counted: {reason}.")
     return None
+
+
+def _states_alone(module: "pl.LightningModule", batch: Any, options: SimulationOptions) -> Simulation | None:
+    """What the optimizers keep, without a step: for every parameter that is trained."""
+    trained = frozenset(name for name, parameter in module.named_parameters() if parameter.requires_grad)
+    try:
+        return simulate(
+            module, batch, replace(options, strategy=SINGLE, settings={}, reached=trained, states_only=True)
+        )
+    except SimulationFailed:
+        return None
 
 
 def _first_line(error: Exception) -> str:

@@ -10,12 +10,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_shard._compat.dry_run import FakeTensorMode, attached_trainer, fake_mode
-from lightning_shard._compat.simulating import join_fake_group
+from lightning_shard._compat.simulating import join_fake_group, on_real_tensors
 from lightning_shard.pipeline.absent import is_absent
 from lightning_shard.plan.alone import Alone, Repeated, convert, quieten, wait_for_nobody
 from lightning_shard.plan.ledger import Ledger, peak
@@ -28,6 +30,7 @@ from lightning_shard.telemetry.fsdp_memory import is_counted
 from lightning_shard.telemetry.traffic import Traffic
 from lightning_shard.units.dry_copy import DryCopier
 from lightning_shard.units.shard import recompute_activations
+from lightning_shard.zero.optimizers import check_elementwise
 
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 """Precisions to which a module is converted."""
@@ -57,6 +60,8 @@ class Onlooker(pl.Callback):
         self._before: Traffic | None = None
         self.held = Memory()
         self.reached: frozenset[str] = frozenset()
+        self.engine_refusal = ""
+        self.states_made = True
         self.traffic: Traffic | None = None
 
     @override
@@ -69,9 +74,19 @@ class Onlooker(pl.Callback):
         self._stack.enter_context(self._ledger)
         for optimizer in trainer.optimizers if self._options.like_cuda else ():
             _take_lists(optimizer)
+        if self._options.strategy == SINGLE:
+            self.engine_refusal = _engine_refusal(trainer.optimizers)
         if self._options.reached is not None:
-            _make_states(trainer.optimizers, module, self._options.reached)
+            try:
+                _make_states(trainer.optimizers, module, self._options.reached)
+            except Exception:
+                if not self._options.states_only:
+                    raise
+                self.states_made = False
         self._declare(trainer, module)
+        if self._options.states_only:
+            self.traffic = self._ledger.traffic
+            raise _Done
         if self._options.repeats is not None:
             _mark_blocks(module, self._options.repeats.names[: self._options.blocks], self._ledger)
 
@@ -166,6 +181,8 @@ def run_rank(module: "pl.LightningModule", batch: Any, options: SimulationOption
         optimizer_bytes=_optimizer_bytes(trainer.optimizers, names),
         optimizer_groups=tuple(tuple(names[id(p)] for p in group if id(p) in names) for group in groups),
         reached=onlooker.reached,
+        engine_refusal=onlooker.engine_refusal,
+        states_made=onlooker.states_made,
         optimizers=tuple(type(optimizer).__name__ for optimizer in trainer.optimizers),
         seconds=time.monotonic() - began,
     )
@@ -183,7 +200,7 @@ def _trainer(options: SimulationOptions, onlooker: Onlooker) -> "pl.Trainer":
         gradient_clip_val=options.gradient_clip_val,
         accumulate_grad_batches=options.accumulate_grad_batches,
         max_epochs=1,  # as long as the loader is
-        logger=False,
+        logger=DummyLogger(),  # a step may log to it
         enable_progress_bar=False,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -216,6 +233,17 @@ def _optimizer_bytes(optimizers: Sequence[torch.optim.Optimizer], names: dict[in
                 counted = [value for name, value in state.items() if is_counted(name, value, parameter)]
                 kept[names[id(parameter)]] = sum(value.numel() * value.element_size() for value in counted)
     return kept
+
+
+def _engine_refusal(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Why DeepSpeed's engine would not take the optimizers, or nothing."""
+    try:
+        with on_real_tensors():
+            for optimizer in optimizers:
+                check_elementwise(optimizer, torch.device("cpu"))
+    except MisconfigurationException as refusal:
+        return str(refusal)
+    return ""
 
 
 def _make_states(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module, reached: frozenset[str]) -> None:

@@ -216,7 +216,11 @@ def write_html(plan: Plan, path: str | Path) -> None:
         ValueError: If it cannot be written, and why.
 
     """
+    if not str(path):
+        raise ValueError("The page cannot be written: its path is empty.")
     target = Path(path)
+    if target.exists() and not target.is_file() and not target.is_dir():
+        raise ValueError(f"The page cannot be written to {target}: it is no file, but a device or a pipe.")
     contents = page(to_json(plan), verdict(plan))
     if target.is_dir():
         raise ValueError(f"The page cannot be written to {target}: it is a folder. Name a file in it.")

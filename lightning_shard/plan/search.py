@@ -1,11 +1,10 @@
 """The search: what every strategy costs for a module on so many devices, which fit, and which to take."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shard.plan.checking import whole_number
 from lightning_shard.plan.choice import choose, invasiveness
@@ -15,7 +14,7 @@ from lightning_shard.plan.hardware import Device
 from lightning_shard.plan.hardware import device as device_named
 from lightning_shard.plan.precision import check_precision, unified
 from lightning_shard.plan.profile import ModuleProfile, profile_module
-from lightning_shard.plan.results import Plan, StrategyPlan
+from lightning_shard.plan.results import Memory, Plan, StrategyPlan
 from lightning_shard.plan.roofline import step_time
 from lightning_shard.plan.simulate import SINGLE, Simulation, SimulationOptions
 from lightning_shard.plan.words import size_in_words
@@ -83,10 +82,14 @@ def plan_module(
         accumulate_grad_batches: As in the Trainer.
 
     Raises:
+        TypeError: If the module is no LightningModule.
         ValueError: If a number or a name makes no sense.
         MisconfigurationException: If the module has no layers, or cannot be copied without data.
 
     """
+    module = getattr(module, "_orig_mod", module)  # of what torch.compile made of it
+    if not isinstance(module, pl.LightningModule):
+        raise TypeError(f"plan() needs a LightningModule, not a {type(module).__name__}: its training_step is planned.")
     chip = device_named(device) if isinstance(device, str) else device
     precision = unified(precision)
     _check(devices, nodes, precision, simulate, margin, strategies, accumulate_grad_batches)
@@ -113,9 +116,8 @@ def plan_module(
     rows = _simulated(_few(_best(rows)), forms, profile, chip, margin, simulate)
     plans = [row.plan for row in rows]
     notes = [*profile.notes]
-    if profile.single is None:
-        notes.append("The optimizer could not be tried: two states per parameter are assumed, as Adam keeps them.")
-    notes += [f"{name} is left out: {reason}." for name, reason in forms.left_out.items()]
+    notes += _grouped(forms.left_out, "left out")
+    notes += _grouped(forms.failed, "planned by its closed form or model states only, as it could not be simulated")
     return Plan(
         parameters=profile.psi,
         devices=devices,
@@ -128,6 +130,14 @@ def plan_module(
         chosen=choose(plans),
         notes=tuple(notes),
     )
+
+
+def _grouped(reasons: Mapping[str, str], what: str) -> list[str]:
+    """A note for each reason, with all names that have it."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return [f"{', '.join(of)} {'is' if len(of) == 1 else 'are'} {what}: {why}." for why, of in names.items()]
 
 
 def _check(
@@ -163,6 +173,8 @@ def _names(strategies: Sequence[str] | None) -> tuple[str, ...]:
 def _described(
     cost: Cost, profile: ModuleProfile, device: Device, margin: float, time: Any, simulated: bool = False
 ) -> StrategyPlan:
+    if cost.memory is not None:
+        cost = replace(cost, memory=_whole(cost.memory))
     plan = StrategyPlan(
         name=cost.name,
         settings=cost.settings,
@@ -176,23 +188,41 @@ def _described(
         rows=None if profile.rows is None else profile.rows * cost.batches * cost.replicas,
         simulated=simulated,
     )
-    return _judged(plan, device, margin)
+    return _judged(plan, device, margin, step_known=profile.single is not None)
 
 
-def _judged(plan: StrategyPlan, device: Device, margin: float) -> StrategyPlan:
-    """The plan with a word on whether it fits, with both numbers."""
+def _whole(memory: Memory) -> Memory:
+    """In whole bytes."""
+    return Memory(**{each.name: round(getattr(memory, each.name)) for each in fields(Memory)})
+
+
+def _judged(plan: StrategyPlan, device: Device, margin: float, step_known: bool = True) -> StrategyPlan:
+    """The plan with a word on whether it fits, with both numbers.
+
+    Where no step is known, model states alone must do; where other strategies' peaks are known and this one's is not,
+    or nothing of the model states is on the device, it cannot be said.
+    """
+    if plan.memory is None and not plan.device_bytes:
+        return replace(plan, fits=None, reason="all model states are off the device; what a step needs is not known")
     usable = device.memory_bytes * (1 - margin)
     spare = usable - plan.device_bytes
     what = "its peak" if plan.memory is not None else "its model states alone need"
     needs = f"{what} {'is ' if plan.memory is not None else ''}{size_in_words(plan.device_bytes)}"
     less = f" ({size_in_words(device.memory_bytes)} less {margin:.0%})" if margin else ""
     end = f"{size_in_words(spare)} to spare" if spare >= 0 else f"{size_in_words(-spare)} too much"
+    if plan.memory is None and step_known and spare >= 0:
+        return replace(plan, fits=None, reason=f"{needs} of {size_in_words(usable)}{less}; its peak is not known")
     return replace(plan, fits=spare >= 0, reason=f"{needs} of {size_in_words(usable)}{less}: {end}")
 
 
 def _best(rows: Sequence[_Row]) -> list[_Row]:
     """Those that fit first, each by the time for a row."""
-    return sorted(rows, key=lambda row: (not row.plan.fits, row.pace, invasiveness(row.plan.name)))
+
+    def order(row: _Row) -> tuple[bool, float, int, int]:
+        pace = float(f"{row.pace:.2e}")  # what differs by less is a tie, which the plainer one wins
+        return not row.plan.fits, pace, len(row.plan.settings), invasiveness(row.plan.name)
+
+    return sorted(rows, key=order)
 
 
 def _few(rows: Sequence[_Row]) -> list[_Row]:
@@ -248,15 +278,14 @@ def _run(forms: Forms, rows: Sequence[_Row]) -> list[_Row]:
         answers = [next(found) for _ in _ranks(row, forms.devices)]
         known = [answer for answer in answers if answer is not None]
         if len(known) < len(answers):
-            rank_zero_warn(f"{row.plan.name} could not be simulated; its peak is that of the closed form.")
-            done.append(replace(row, plan=replace(row.plan, simulated=False)))
+            done.append(row)
         else:
             done.append(replace(row, plan=_with(row, max(known, key=lambda answer: answer.peak.total))))
     return done
 
 
 def _with(row: _Row, simulation: Simulation) -> StrategyPlan:
-    peak = simulation.peak
+    peak = _whole(simulation.peak)
     if row.plan.host_bytes:  # the simulated device is the host
         peak = replace(peak, parameters=0, gradients=0, optimizer=0)
     return replace(row.plan, memory=peak, simulated=True)

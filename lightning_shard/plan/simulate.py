@@ -22,6 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_shard._compat.groups import groups_hidden
 from lightning_shard.plan.ledger import Moments, peak
 from lightning_shard.plan.repeats import SHORT, Repeats, extend, line
 from lightning_shard.plan.results import Memory
@@ -71,6 +72,9 @@ class SimulationOptions:
     """Names of the parameters to which backward gives gradients, where they are known: the optimizers' states are then
     there without a step of their own."""
 
+    states_only: bool = False
+    """Whether the optimizers' states are all that is wanted, and no step is run."""
+
     timeout: float = 600.0
     """Seconds after which the simulation is given up."""
 
@@ -109,6 +113,12 @@ class Simulation:
 
     reached: frozenset[str] = frozenset()
     """Names of the parameters here to which backward gave gradients."""
+
+    states_made: bool = True
+    """Whether the optimizers could be stepped; else ``optimizer_bytes`` says nothing."""
+
+    engine_refusal: str = ""
+    """Why ZeRO's engine would refuse the optimizers, of a step in one process; empty if it would not."""
 
     seconds: float
     """How long the simulation took."""
@@ -182,6 +192,7 @@ def _together(
         optimizer_bytes=_of_all_blocks(more.optimizer_bytes, repeats),
         optimizer_groups=tuple(_names_of_all_blocks(group, repeats) for group in more.optimizer_groups),
         optimizers=more.optimizers,
+        engine_refusal=more.engine_refusal,
         reached=frozenset(_of_all_blocks(dict.fromkeys(more.reached, 0), repeats)),
         seconds=max(few.seconds, more.seconds),
     )
@@ -252,12 +263,13 @@ def _be_the_child(module: "pl.LightningModule", batch: Any, options: SimulationO
     answer: Any = "it ended without an answer"
     try:
         silence = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):  # what the step prints, and what libraries say of a process that is a copy
-            os.dup2(silence, stream)
+        for output in (1, 2):  # what the step prints, and what libraries say of a process that is a copy
+            os.dup2(silence, output)
         torch.set_num_threads(1)
         from lightning_shard.plan.rank import run_rank
 
-        answer = run_rank(module, batch, options)
+        with groups_hidden():  # those that the parent is in, whose other ranks are none of this one's
+            answer = run_rank(module, batch, options)
     except BaseException as error:
         answer = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     finally:

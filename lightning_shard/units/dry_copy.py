@@ -6,7 +6,7 @@ import random
 import re
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NoReturn
@@ -83,6 +83,8 @@ class DryCopier:
             return self._module(value)
         if isinstance(value, _SHARED):
             return value
+        if isinstance(value, torch.optim.Optimizer):
+            return self._optimizer(value)
         if isinstance(value, dict | list | tuple | set | frozenset | deque):
             return self._collection(value)
         if isinstance(value, types.MethodType):
@@ -150,6 +152,14 @@ class DryCopier:
         for name, item in getattr(value, "__dict__", {}).items():
             vars(new)[name] = self(item)
         return new
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """An optimizer that was made before the copy: it has the copy's parameters, and no states yet."""
+        clone = self._remember(optimizer, object.__new__(type(optimizer)))
+        vars(clone).update({name: value for name, value in vars(optimizer).items() if name != "state"})
+        clone.state = defaultdict(dict)
+        clone.param_groups = [{key: self(value) for key, value in group.items()} for group in optimizer.param_groups]
+        return clone  # type: ignore[no-any-return]
 
     def _function(self, function: types.FunctionType) -> Any:
         """A function with what it closes over copied: a hook that collects features must collect them elsewhere."""

@@ -180,7 +180,7 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str, mistake: Any)
 
 
 def test_the_outputs_in_the_docs_are_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"^```console\n\$ lightning-shard (plan .*)\n((?:.*\n)+?)```", DOCS, re.MULTILINE)
+    blocks = re.findall(r"^```console\n\$ lightning-shard (plan .*)\n((?:(?!```).*\n)+)```", DOCS, re.MULTILINE)
     shown = {command: lines for command, lines in blocks if lines.strip() and not lines.startswith("$")}
     assert len(shown) == 2
     for command, lines in shown.items():

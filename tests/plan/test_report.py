@@ -234,3 +234,12 @@ def test_words():
     assert [seconds_in_words(time) for time in (2, 0.31, 42e-6)] == ["2 s", "310 ms", "42 us"]
     assert parameters_in_words(6_738_415_616) == "6.74 billion parameters" and parameters_in_words(1) == "1 parameter"
     assert percent_in_words(3 / 11) == "27.3 %"
+
+
+def test_a_device_is_no_place_for_a_page() -> None:
+    """Replacing it by a file would break the machine for everybody."""
+    with pytest.raises(ValueError, match="it is no file, but a device"):
+        write_html(plan_parameters(1e6, devices=2), "/dev/null")
+    assert not Path("/dev/null").is_file()
+    with pytest.raises(ValueError, match="path is empty"):
+        write_html(plan_parameters(1e6, devices=2), "")

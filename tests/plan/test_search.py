@@ -223,7 +223,106 @@ class Two(Stack):
 def test_with_two_optimizers_the_engine_and_pipelines_are_left_out() -> None:
     found = make(Two(), strategies=["ddp", "zero1", "pipeline_1f1b", "fsdp2"])
     assert {each.name for each in found.strategies} == {"ddp", "fsdp2"}
-    assert sum("2 optimizers" in note for note in found.notes) == 2
+    assert any("zero1, pipeline_1f1b are left out: the module has 2 optimizers" in note for note in found.notes)
+
+
+class Given(Stack):
+    """Its optimizer was made with the module, as LightningCLI makes one that stands in a YAML file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.Adam(self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+def test_an_optimizer_that_was_made_before_counts_as_one_that_is_made_later() -> None:
+    names = ["ddp", "zero1", "zero3"]
+    given, made = make(Given(), strategies=names), make(Stack(), strategies=names)
+    for name in names:
+        assert given.named(name).model_states == made.named(name).model_states
+        assert given.named(name).device_bytes == made.named(name).device_bytes
+    module = Given()
+    step = module.optimizer.step
+    make(module, strategies=["ddp"])
+    assert not module.optimizer.state and module.optimizer.step == step
+
+
+def test_shards_of_an_optimizer_that_was_made_before_are_refused_as_in_a_run() -> None:
+    found = make(Given(), strategies=["fsdp2", "fsdp2_offload"])
+    assert found.named("fsdp2").fits is None and found.named("fsdp2_offload").fits is None
+    assert found.chosen is None
+    assert any("fsdp2" in note and "no parameter of the module" in note for note in found.notes)
+
+
+def test_what_has_nothing_on_the_device_and_no_step_is_not_said_to_fit() -> None:
+    for module, batch in ((Reads(), tokens()), (Stack(), None)):
+        found = plan_module(module, batch, devices=4, device=chip(10), strategies=["fsdp2_offload", "ddp"], simulate=0)
+        assert found.named("fsdp2_offload").fits is None
+        assert found.named("ddp").fits is False
+        assert found.chosen is None
+
+
+class Unsuited(Stack):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def test_optimizers_that_a_strategy_refuses_are_left_out() -> None:
+    found = make(Unsuited(), strategies=["ddp", "zero2", "fsdp2", "pipeline_1f1b"])
+    assert {each.name for each in found.strategies} == {"ddp"}
+    assert found.optimizer == "LBFGS"
+    assert any("zero2 is left out: LBFGS evaluates the loss several times" in note for note in found.notes)
+
+
+class Logs(Stack):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.logger.log_metrics({"loss": 1.0})  # type: ignore[union-attr]
+        return loss
+
+
+def test_a_step_may_log_to_its_logger() -> None:
+    assert make(Logs(), strategies=["ddp"]).named("ddp").memory is not None
+
+
+def test_a_step_that_fails_leaves_the_real_optimizer() -> None:
+    class Plain(Reads):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    found = make(Plain(), strategies=["ddp"])
+    assert found.optimizer == "SGD" and found.named("ddp").model_states.total == 8 * psi(Stack())
+
+
+def test_a_step_without_a_loss_is_told() -> None:
+    class Skips(Stack):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            return None
+
+    assert any(
+        "returns a loss" in note or "reaches no parameter" in note for note in make(Skips(), strategies=["ddp"]).notes
+    )
+
+
+def test_other_modules_and_compiled_ones() -> None:
+    with pytest.raises(TypeError, match="needs a LightningModule, not a Linear"):
+        make(nn.Linear(2, 2))
+    plain, compiled = make(Stack(), strategies=["fsdp2"]), make(torch.compile(Stack()), strategies=["fsdp2"])
+    assert compiled.named("fsdp2").device_bytes == plain.named("fsdp2").device_bytes
+
+
+def test_a_process_group_of_the_caller_does_not_matter(tmp_path: Any) -> None:
+    expected = make(strategies=["fsdp2", "pipeline_1f1b"])
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        found = make(strategies=["fsdp2", "pipeline_1f1b"])
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [each.device_bytes for each in found.strategies] == [each.device_bytes for each in expected.strategies]
 
 
 def test_a_batch_without_enough_rows_makes_no_pipeline() -> None:

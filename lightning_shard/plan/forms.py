@@ -109,6 +109,9 @@ class Forms:
         settings = NAMES[name].settings
         replicas = int(settings.get("replicas", 1))
         changed: dict[str, Any] = {}
+        keeps = settings.get("reshard_after_forward", True) is False
+        if (refused := self.refusal("fsdp2_grad" if keeps else "fsdp2")) is not None:
+            raise LeftOut(refused)
         if replicas > 1 and self.nodes > 1:
             replicas = changed["replicas"] = self.nodes  # gathers stay inside a node
         if self.devices % replicas or (self.devices == replicas and replicas > 1):
@@ -122,7 +125,7 @@ class Forms:
                 settings={**changed, **({"activation_checkpointing": True} if checkpointed else {})},
                 devices=self.devices,
                 replicas=replicas,
-                keeps=settings.get("reshard_after_forward", True) is False,
+                keeps=keeps,
                 offload=bool(settings.get("cpu_offload")),
                 accumulate=self.options.accumulate_grad_batches,
             )
@@ -183,6 +186,11 @@ class Forms:
                 self._note(options[key].strategy, answer)
             found[key] = None if isinstance(answer, SimulationFailed) else answer
         return [found[_key(each)] for each in wanted]
+
+    def refusal(self, strategy: str) -> str | None:
+        """What a strategy said when its simulation showed that it would refuse the module in a run, too."""
+        kind, _, reason = self.failed.get(strategy, "").partition(": ")
+        return reason if kind == "MisconfigurationException" else None
 
     def _note(self, strategy: str, failure: SimulationFailed) -> None:
         if strategy != SINGLE:

@@ -202,7 +202,8 @@ def profile_module(
     kept = tried.optimizer_bytes if tried is not None and tried.states_made else None
     if kept is None:
         notes.append("The optimizer could not be tried: two states per parameter are assumed, as Adam keeps them.")
-    groups = tried.optimizer_groups if tried is not None else (tuple(n for n, p in named.items() if p.requires_grad),)
+    every = tuple(name for name, parameter in named.items() if parameter.requires_grad)
+    groups = tried.optimizer_groups if tried is not None and kept is not None else (every,)
     held = [fake_batch, list(clone.buffers())]
     return ModuleProfile(
         module=clone,

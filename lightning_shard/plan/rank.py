@@ -182,7 +182,8 @@ def run_rank(module: "pl.LightningModule", batch: Any, options: SimulationOption
         optimizer_groups=tuple(tuple(names[id(p)] for p in group if id(p) in names) for group in groups),
         reached=onlooker.reached,
         engine_refusal=onlooker.engine_refusal,
-        states_made=onlooker.states_made,
+        # An optimizer of other tensors than the copy's parameters tells nothing of them.
+        states_made=onlooker.states_made and all(id(parameter) in names for group in groups for parameter in group),
         optimizers=tuple(type(optimizer).__name__ for optimizer in trainer.optimizers),
         seconds=time.monotonic() - began,
     )

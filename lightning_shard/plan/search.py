@@ -117,7 +117,8 @@ def plan_module(
     plans = [row.plan for row in rows]
     notes = [*profile.notes]
     notes += _grouped(forms.left_out, "left out")
-    notes += _grouped(forms.failed, "planned by its closed form or model states only, as it could not be simulated")
+    failed = {name: reason for name, reason in forms.failed.items() if name not in forms.left_out}
+    notes += _grouped(failed, "planned by its closed form or model states only, as it could not be simulated")
     return Plan(
         parameters=profile.psi,
         devices=devices,
@@ -248,7 +249,7 @@ def _simulated(
         if not wanted:
             break
         for place, row in zip(wanted, _run(forms, [rows[place] for place in wanted]), strict=True):
-            rows[place] = replace(row, plan=_judged(row.plan, device, margin))
+            rows[place] = replace(row, plan=_judged(row.plan, device, margin)) if row.plan.simulated else row
         rows = _best(rows)
     return rows
 
@@ -278,10 +279,14 @@ def _run(forms: Forms, rows: Sequence[_Row]) -> list[_Row]:
         answers = [next(found) for _ in _ranks(row, forms.devices)]
         known = [answer for answer in answers if answer is not None]
         if len(known) < len(answers):
-            done.append(row)
+            done.append(row if (refused := forms.refusal(row.plan.name)) is None else _refused(row, refused))
         else:
             done.append(replace(row, plan=_with(row, max(known, key=lambda answer: answer.peak.total))))
     return done
+
+
+def _refused(row: _Row, reason: str) -> _Row:
+    return replace(row, plan=replace(row.plan, fits=None, reason=f"it refuses this module: {reason}"))
 
 
 def _with(row: _Row, simulation: Simulation) -> StrategyPlan:

@@ -88,11 +88,15 @@ class DryCopier:
         if isinstance(value, dict | list | tuple | set | frozenset | deque):
             return self._collection(value)
         if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self(value.__self__))
+            # LightningCLI binds a partial function, with an optimizer of the module among its arguments.
+            of_instance = isinstance(value.__func__, functools.partial)
+            return types.MethodType(self(value.__func__) if of_instance else value.__func__, self(value.__self__))
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, functools.partial):
-            return functools.partial(self(value.func), *self(value.args), **self(value.keywords))
+            made = functools.partial(self(value.func), *self(value.args), **self(value.keywords))
+            vars(made).update(vars(value))  # what `functools.update_wrapper` has put there
+            return self._remember(value, made)
         if isinstance(value, weakref.ref):
             target = value()
             return weakref.ref(self(target)) if isinstance(target, nn.Module) else value

@@ -1,12 +1,15 @@
 """The search: every strategy and its degrees, what fits, what is taken."""
 
 from dataclasses import replace
+from functools import partial, update_wrapper
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
 import lightning_shard
@@ -237,23 +240,52 @@ class Given(Stack):
         return self.optimizer
 
 
+def bound() -> Stack:
+    """As LightningCLI binds an optimizer that stands in a YAML file."""
+    module = Stack()
+    optimizer = torch.optim.Adam(module.parameters())
+    function = partial(LightningCLI.configure_optimizers, optimizer=optimizer, lr_scheduler=None)
+    update_wrapper(function, LightningCLI.configure_optimizers)
+    module.configure_optimizers = MethodType(function, module)  # type: ignore[method-assign]
+    return module
+
+
 def test_an_optimizer_that_was_made_before_counts_as_one_that_is_made_later() -> None:
     names = ["ddp", "zero1", "zero3"]
-    given, made = make(Given(), strategies=names), make(Stack(), strategies=names)
-    for name in names:
-        assert given.named(name).model_states == made.named(name).model_states
-        assert given.named(name).device_bytes == made.named(name).device_bytes
+    made = make(Stack(), strategies=names)
+    for module in (Given(), bound()):
+        given = make(module, strategies=names)
+        for name in names:
+            assert given.named(name).model_states == made.named(name).model_states
+            assert given.named(name).device_bytes == made.named(name).device_bytes
+
+
+def test_an_optimizer_of_other_tensors_is_not_believed() -> None:
+    """It would keep nothing for the module's parameters."""
+
+    class Foreign(Stack):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1)
+
+    found = make(Foreign(), strategies=["zero1"])
+    assert any("could not be tried" in note for note in found.notes)
+    assert found.named("zero1").model_states.total > 8 * psi(Stack())
+
+
+def test_planning_leaves_an_optimizer_that_was_made_before_alone() -> None:
     module = Given()
     step = module.optimizer.step
     make(module, strategies=["ddp"])
     assert not module.optimizer.state and module.optimizer.step == step
 
 
-def test_shards_of_an_optimizer_that_was_made_before_are_refused_as_in_a_run() -> None:
-    found = make(Given(), strategies=["fsdp2", "fsdp2_offload"])
-    assert found.named("fsdp2").fits is None and found.named("fsdp2_offload").fits is None
+def test_what_a_strategy_refuses_in_a_run_is_not_chosen() -> None:
+    """Shards and stages replace parameters, which an optimizer that was made before still holds."""
+    found = make(Given(), strategies=["fsdp2", "fsdp2_offload", "pipeline_1f1b"], simulate=3)
+    assert [each.name for each in found.strategies] == ["pipeline_1f1b"] * len(found.strategies)
     assert found.chosen is None
-    assert any("fsdp2" in note and "no parameter of the module" in note for note in found.notes)
+    assert all(each.fits is None and "it refuses this module" in each.reason for each in found.strategies)
+    assert any("fsdp2, fsdp2_offload are left out: Optimizer 0 (Adam)" in note for note in found.notes)
 
 
 def test_what_has_nothing_on_the_device_and_no_step_is_not_said_to_fit() -> None:

@@ -160,9 +160,9 @@ class DryCopier:
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """An optimizer that was made before the copy: it has the copy's parameters, and no states yet."""
         clone = self._remember(optimizer, object.__new__(type(optimizer)))
-        vars(clone).update({name: value for name, value in vars(optimizer).items() if name != "state"})
+        for name, value in vars(optimizer).items():  # lists hold parameters: groups, and L-BFGS's own
+            vars(clone)[name] = self(value) if isinstance(value, list) else value
         clone.state = defaultdict(dict)
-        clone.param_groups = [{key: self(value) for key, value in group.items()} for group in optimizer.param_groups]
         return clone  # type: ignore[no-any-return]
 
     def _function(self, function: types.FunctionType) -> Any:

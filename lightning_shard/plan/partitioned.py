@@ -187,11 +187,12 @@ def _gradients(engine: _Engine, elements: float) -> float:
 def _buckets(engine: _Engine, cuda: bool) -> float:
     """Bytes that gradients take on their way to be reduced, beside those that are there from step to step.
 
-    That is a bucket (at stage 3 it is there already), or two in turn where one is filled while the other is sent; and a
-    gradient that is larger than it is reduced by itself, in a copy.
+    That is a bucket (at stage 3 it is there already), or two in turn where one is filled while the other is sent. At
+    stage 3 the gradient at work has no other place until it is in the bucket; and one that is larger than the bucket
+    is reduced by itself, in a copy.
     """
     largest_one = max((each.numel for each in engine.trained), default=0)
-    alone = 2 * largest_one if largest_one > engine.sizes.bucket else 0
+    alone = 2 * largest_one if largest_one > engine.sizes.bucket else largest_one if engine.stage == 3 else 0
     buckets = 0 if engine.stage == 3 else engine.sizes.bucket * (2 if cuda and engine.stage > 1 else 1)
     return float(engine.compute * (buckets + alone))
 

@@ -25,8 +25,6 @@ def compare(case: Case) -> Row:
         ("mlp", "zero2", False),
         ("mlp", "zero3_offload", False),
         ("cnn", "fsdp2", True),
-        ("gpt", "fsdp2_grad", False),
-        ("cnn", "pipeline_1f1b", False),
         ("gpt", "pipeline_interleaved", True),
     ],
 )
@@ -36,7 +34,7 @@ def test_states_and_payload_are_exact_and_peaks_are_near(model: str, strategy: s
     assert row.error is not None and abs(row.error) <= (AIM if strategy in ZERO else LIMIT)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("zero3", 2), ("zero3", 4), ("fsdp2", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero3", 4), ("fsdp2", 2)])
 def test_small_tensors_whole_units_and_buckets_are_in_the_peak(strategy: str, ranks: int) -> None:
     """Where they outweigh what is divided, a plan of total over ranks would be far off."""
     row = compare(Case(model="many", strategy=strategy, ranks=ranks, precision="32-true"))

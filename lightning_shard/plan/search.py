@@ -290,10 +290,14 @@ def _refused(row: _Row, reason: str) -> _Row:
 
 
 def _with(row: _Row, simulation: Simulation) -> StrategyPlan:
-    peak = _whole(simulation.peak)
-    if row.plan.host_bytes:  # the simulated device is the host
-        peak = replace(peak, parameters=0, gradients=0, optimizer=0)
-    return replace(row.plan, memory=peak, simulated=True)
+    peak = simulation.peak
+    if row.plan.host_bytes:  # the simulated device is the host, where the states are, and the optimizer steps
+        on_device = [memory for segment, memory in simulation.segments.items() if segment != "optimizer"]
+        peak = max(
+            (replace(memory, parameters=0, gradients=0, optimizer=0) for memory in on_device),
+            key=lambda memory: memory.total,
+        )
+    return replace(row.plan, memory=_whole(peak), simulated=True)
 
 
 def _ranks(row: _Row, devices: int) -> list[int]:

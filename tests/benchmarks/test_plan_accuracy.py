@@ -34,7 +34,8 @@ def test_states_and_payload_are_exact_and_peaks_are_near(model: str, strategy: s
     assert row.error is not None and abs(row.error) <= (AIM if strategy in ZERO else LIMIT)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("zero3", 4), ("fsdp2", 2)])
+@pytest.mark.full
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero3", 2), ("zero3", 4), ("fsdp2", 2), ("fsdp2", 4)])
 def test_small_tensors_whole_units_and_buckets_are_in_the_peak(strategy: str, ranks: int) -> None:
     """Where they outweigh what is divided, a plan of total over ranks would be far off."""
     row = compare(Case(model="many", strategy=strategy, ranks=ranks, precision="32-true"))

@@ -1,7 +1,10 @@
+import pytest
+
 from benchmarks import plan_time
 from benchmarks.plan_time import Shape, plan
 
 
+@pytest.mark.full
 def test_a_llama_of_any_size_is_planned() -> None:
     plan_time.SHAPES["tiny"] = Shape(width=32, blocks=8, heads=4, groups=2, inner=64, words=64, tokens=8)
     plan_time.CASES["tiny"] = ("tiny", 2, 1)

@@ -156,6 +156,15 @@ def test_the_best_are_simulated_and_the_choice_is_among_them() -> None:
     assert sum(each.simulated for each in found.strategies) in (2, 3)
 
 
+def test_a_simulated_offload_holds_what_its_closed_form_holds() -> None:
+    names = ["fsdp2_offload"]
+    closed, simulated = make(strategies=names), make(strategies=names, simulate=2)
+    assert len(closed.strategies) == 2 and all(each.simulated for each in simulated.strategies)
+    for each in closed.strategies:
+        (same,) = (s for s in simulated.strategies if s.settings == each.settings)
+        assert each.device_bytes == pytest.approx(same.device_bytes, rel=0.01)
+
+
 def test_without_a_batch_only_model_states_are_known() -> None:
     found = plan_module(Stack(), devices=4, device=chip())
     assert any("There is no batch" in note for note in found.notes)

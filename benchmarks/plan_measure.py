@@ -5,7 +5,6 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from benchmarks.plan_cases import MODELS, Case
 from lightning_shard import PipelineStrategy
 from lightning_shard._compat.model_states import Kind
+from lightning_shard.plan.alone import Repeated
 from lightning_shard.telemetry import (
     AllocatorTracker,
     expected_model_state_bytes,
@@ -137,19 +137,6 @@ class Measured:
 
     seconds: float = 0
     """How long it took."""
-
-
-class Repeated:
-    """A loader that gives one batch again and again, without making anything."""
-
-    def __init__(self, batch: Any, times: int) -> None:
-        self._batch, self._times = batch, times
-
-    def __len__(self) -> int:
-        return self._times
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._batch for _ in range(self._times))
 
 
 class Measurer(pl.Callback):

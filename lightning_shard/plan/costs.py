@@ -90,10 +90,9 @@ class Cost:
     """The rank within a pipeline that needs most."""
 
 
-def by_segments(profile: ModuleProfile, checkpointed: bool = False) -> dict[str, Memory]:
+def by_segments(profile: ModuleProfile) -> dict[str, Memory]:
     """Peaks of the parts of a step in one process; a single empty one where no step could be simulated."""
-    simulation = profile.single_checkpointed if checkpointed else profile.single
-    return dict(simulation.segments) if simulation is not None else {"before": Memory()}
+    return dict(profile.single.segments) if profile.single is not None else {"before": Memory()}
 
 
 def largest(segments: Mapping[str, Memory]) -> Memory:

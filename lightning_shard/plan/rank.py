@@ -151,6 +151,8 @@ def run_rank(module: "pl.LightningModule", batch: Any, options: SimulationOption
     wait_for_nobody()
     for name in options.checkpointed:
         recompute_activations(clone.get_submodule(name))
+    # Of a module that no strategy changes; an optimizer that was made before has those of left out blocks, too.
+    its_own = {id(parameter): parameter for parameter in clone.parameters()} if options.strategy == SINGLE else {}
     if options.repeats is not None:
         shorten(clone, options.repeats, options.blocks)
     if options.strategy != SINGLE:
@@ -183,7 +185,7 @@ def run_rank(module: "pl.LightningModule", batch: Any, options: SimulationOption
         reached=onlooker.reached,
         engine_refusal=onlooker.engine_refusal,
         # An optimizer of other tensors than the copy's parameters tells nothing of them.
-        states_made=onlooker.states_made and all(id(parameter) in names for group in groups for parameter in group),
+        states_made=onlooker.states_made and all(id(p) in names or id(p) in its_own for group in groups for p in group),
         optimizers=tuple(type(optimizer).__name__ for optimizer in trainer.optimizers),
         seconds=time.monotonic() - began,
     )

@@ -192,6 +192,7 @@ def _together(
         optimizer_bytes=_of_all_blocks(more.optimizer_bytes, repeats),
         optimizer_groups=tuple(_names_of_all_blocks(group, repeats) for group in more.optimizer_groups),
         optimizers=more.optimizers,
+        states_made=few.states_made and more.states_made,
         engine_refusal=more.engine_refusal,
         reached=frozenset(_of_all_blocks(dict.fromkeys(more.reached, 0), repeats)),
         seconds=max(few.seconds, more.seconds),

@@ -241,8 +241,8 @@ def test_with_two_optimizers_the_engine_and_pipelines_are_left_out() -> None:
 class Given(Stack):
     """Its optimizer was made with the module, as LightningCLI makes one that stands in a YAML file."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__(blocks)
         self.optimizer = torch.optim.Adam(self.parameters())
 
     def configure_optimizers(self) -> Any:
@@ -269,16 +269,25 @@ def test_an_optimizer_that_was_made_before_counts_as_one_that_is_made_later() ->
             assert given.named(name).device_bytes == made.named(name).device_bytes
 
 
-def test_an_optimizer_of_other_tensors_is_not_believed() -> None:
+def test_an_optimizer_that_was_made_before_may_have_many_equal_blocks() -> None:
+    """Of which only some are simulated, while it holds the parameters of all."""
+    given, made = make(Given(8), strategies=["ddp"]), make(Stack(8), strategies=["ddp"])
+    assert given.named("ddp").model_states == made.named("ddp").model_states
+    assert given.named("ddp").device_bytes == made.named("ddp").device_bytes
+    assert not given.notes
+
+
+@pytest.mark.parametrize("blocks", [3, 8])
+def test_an_optimizer_of_other_tensors_is_not_believed(blocks: int) -> None:
     """It would keep nothing for the module's parameters."""
 
     class Foreign(Stack):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1)
 
-    found = make(Foreign(), strategies=["zero1"])
+    found = make(Foreign(blocks), strategies=["zero1"])
     assert any("could not be tried" in note for note in found.notes)
-    assert found.named("zero1").model_states.total > 8 * psi(Stack())
+    assert found.named("zero1").model_states.total > 8 * psi(Stack(blocks))
 
 
 def test_planning_leaves_an_optimizer_that_was_made_before_alone() -> None:
